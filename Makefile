@@ -49,6 +49,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/check_language.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,1 +1,1 @@
-"""From a Hugging Face folder or GGUF file to a calibrated folder for `zdc_jax.load`; the `zdc` command."""
+"""Conversion, calibration and plan search, which make folders for `zdc_jax.load`; the `zdc` command."""

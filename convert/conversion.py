@@ -1,4 +1,4 @@
-"""`convert`: a model as others publish it → a converted folder, layer by layer."""
+"""Conversion of a published model (Hugging Face folder or GGUF file) to a folder of ours, layer by layer."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from convert.gguf.source import GGUFFile
 from convert.hf.folder import HFFolder
-from convert.hf.weights import Entry, entries, is_finite, resolve
+from convert.hf.weights import Entry, is_finite, list_entries, resolve
 from convert.progress import track
 from convert.source import Source
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
@@ -23,13 +23,13 @@ from zdc_jax.errors import ConversionError, foreign_errors_as
 logger = logging.getLogger("zdc_jax")
 
 VERIFIED_SHAPE = (2, 64)
-"""Rows and tokens that `verify_against_transformers` gives both models."""
-MOST_SPARE_TOKENS = 1024
-"""Added tokens past a model's vocabulary: Gemma's tokenizer has one for images."""
+"""Sequences and tokens in the input of `verify_against_transformers`."""
+MAX_SPARE_TOKENS = 1024
+"""Most added tokens past the model's vocabulary. Gemma's tokenizer has one for images."""
 
 
 def open_source(path: Path) -> Source:
-    """A `.gguf` file, or a Hugging Face folder."""
+    """Open a `.gguf` file or a Hugging Face folder."""
     return GGUFFile(path) if path.is_file() or path.suffix == ".gguf" else HFFolder(path)
 
 
@@ -41,18 +41,22 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Checkpoint:
-    """Converts a Hugging Face folder or a GGUF file; all that headers tell is checked before writing.
+    """Convert a Hugging Face folder or a GGUF file.
 
-    Streams: the embeddings, then one layer at a time; the peak is about three times the larger of the two,
-    whatever the depth. The output appears complete or not at all.
+    Headers are checked before anything is written. Weights stream: the embeddings, then one layer at a time.
+    Peak memory is about three times the larger of the two, whatever the depth. The output appears complete or
+    not at all.
 
     Args:
       source: folder with config.json, safetensors (one file or shards) and a tokenizer; or a `.gguf` file, or
-        one of the parts of a split one.
+        any part of a split one.
       output: folder to write.
-      dtype: dtype to store; default that of most source tensors, and bfloat16 where these are quantised.
+      dtype: dtype to store; default that of most source tensors, or bfloat16 where most are quantized.
       overwrite: replace an existing converted folder, its calibration included.
-      progress: show how far it has come, on standard error.
+      progress: show progress on standard error.
+
+    Returns:
+      The converted folder, opened.
 
     Raises:
       ConversionError: the source is not supported, damaged or incomplete, or lies in the output.
@@ -60,28 +64,30 @@ def convert(
     """
     path = Path(source)
     if path.resolve().is_relative_to(Path(output).resolve()):
-        raise ConversionError(f"output={str(output)!r} must not be or hold the source {str(source)!r}")
+        raise ConversionError(
+            f"output={str(output)!r}: must not be or contain the source {str(source)!r}; choose another"
+        )
     if dtype is not None and dtype not in DTYPES:
-        raise ConversionError(f"dtype={dtype!r} must be one of {DTYPES}")
+        raise ConversionError(f"dtype={dtype!r}: must be one of {DTYPES}")
     model = open_source(path)
-    model.config("float32")  # An unsupported model is refused before its weights are looked at.
+    model.config("float32")  # Refuses an unsupported model before reading its weights.
     weights = model.weights
     config = model.config(dtype or weights.dtype)
     keys = resolve(config, weights)
     files = {"tokenizer.json": _tokenizer_json(model.tokenizer(), path, config).encode(), **model.files()}
 
-    def read(layer: int | None) -> dict[str, Any]:
+    def read_tree(layer: int | None) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        for entry in entries(config, layer):
+        for entry in list_entries(config, layer):
             _insert(tree, entry, _cast(weights.read(keys[entry.key], entry.rows), config.dtype, entry.key))
         return tree
 
     with CheckpointWriter(output, overwrite=overwrite) as writer:
         for name, content in files.items():
             writer.write_file(name, content)
-        writer.write_embeddings(read(None))
+        writer.write_embeddings(read_tree(None))
         for index in track(range(config.num_layers), "layers", shown=progress):
-            writer.write_layer(index, read(index))
+            writer.write_layer(index, read_tree(index))
         return writer.finish(config, model.origin)
 
 
@@ -100,46 +106,47 @@ def _cast(value: np.ndarray, dtype: str, key: str) -> np.ndarray:
         cast = value.astype(target)
     if not is_finite(cast):
         raise ConversionError(
-            f"{key!r} holds values beyond the range of dtype={dtype!r}; choose 'bfloat16' or 'float32'"
+            f"dtype={dtype!r}: {key!r} holds values beyond its range; choose 'bfloat16' or 'float32'"
         )
     return cast
 
 
 def _tokenizer_json(tokenizer: Tokenizer, path: Path, config: ModelConfig) -> str:
-    """The tokenizer as JSON, without added tokens past the model's vocabulary, which it cannot read.
+    """Return the tokenizer as JSON, without added tokens past the model's vocabulary.
 
-    Raises `ConversionError` for other tokens past it.
+    Raises:
+      ConversionError: other tokens lie past the vocabulary, or the tokenizer cannot be read.
     """
     with foreign_errors_as(ConversionError, f"cannot read the tokenizer of {path}"):
 
-        def size(added):
-            return max(tokenizer.get_vocab(with_added_tokens=added).values(), default=-1) + 1
+        def compute_size(with_added_tokens: bool) -> int:
+            return max(tokenizer.get_vocab(with_added_tokens=with_added_tokens).values(), default=-1) + 1
 
-        spare = size(True) - config.vocab_size
-        # First: writing goes through all ids below the largest, used or not.
-        if spare > MOST_SPARE_TOKENS or size(False) > config.vocab_size:
+        spare = compute_size(True) - config.vocab_size
+        # Checked first: writing JSON visits all ids below the largest, used or not.
+        if spare > MAX_SPARE_TOKENS or compute_size(False) > config.vocab_size:
             raise ConversionError(
-                f"the tokenizer has {size(True)} tokens, more than the model's vocabulary of "
-                f"{config.vocab_size}"
+                f"the tokenizer has {compute_size(True)} tokens, more than the {config.vocab_size} of "
+                "the model's vocabulary"
             )
         content = tokenizer.to_str()
         if spare <= 0:
             return content
         parsed = json.loads(content)
-        lost = [token for token in parsed["added_tokens"] if token["id"] >= config.vocab_size]
-        parsed["added_tokens"] = [token for token in parsed["added_tokens"] if token not in lost]
+        dropped = [token for token in parsed["added_tokens"] if token["id"] >= config.vocab_size]
+        parsed["added_tokens"] = [token for token in parsed["added_tokens"] if token not in dropped]
         logger.warning(
-            "the tokenizer's %s lie past the model's vocabulary of %d and are left out",
-            [token["content"] for token in lost],
+            "dropping the tokenizer's tokens %s, which lie past the model's vocabulary of %d",
+            [token["content"] for token in dropped],
             config.vocab_size,
         )
         return json.dumps(parsed, ensure_ascii=False)
 
 
 def check_torch() -> None:
-    """Raises `ConversionError` where transformers cannot run models."""
+    """Raise `ConversionError` where torch is missing, without which transformers runs no model."""
     if importlib.util.find_spec("torch") is None:
-        raise ConversionError("--verify needs torch, which is not installed")
+        raise ConversionError("--verify: needs torch, which is not installed; run: pip install torch")
 
 
 def verify_against_transformers(
@@ -149,11 +156,16 @@ def verify_against_transformers(
     vocab_size: int,
     shape: tuple[int, int] = VERIFIED_SHAPE,
 ) -> float:
-    """Largest |Δ logit| from transformers in float32, over the largest |logit|, on random tokens.
+    """Compare logits with transformers in float32 on random tokens.
 
     Args:
       source: the Hugging Face folder or GGUF file.
       logits: the converted model, tokens [B, T] int32 → float32 [B, T, V].
+      vocab_size: bound of the random token ids.
+      shape: B and T.
+
+    Returns:
+      The largest absolute difference of logits, divided by the largest absolute logit.
 
     Raises:
       ConversionError: torch is not installed.

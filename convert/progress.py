@@ -1,4 +1,4 @@
-"""How far long work has come, on standard error: bars on a terminal, plain lines elsewhere."""
+"""Progress of long work on standard error: bars on a terminal, plain lines elsewhere."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +9,11 @@ from rich import progress
 from rich.console import Console
 
 INTERVAL = 10.0
-"""Seconds between plain lines that say nothing new."""
+"""Seconds between plain lines that report only progress."""
 
 
 def track[T](items: Sequence[T], name: str, *, shown: bool = True) -> Iterator[T]:
-    """Yields `items` and shows how many are done, under `name`; nothing where there are none."""
+    """Return an iterator over `items` that shows under `name` how many are done."""
     console = Console(stderr=True)
     if not shown or not items:
         return iter(items)
@@ -23,27 +23,28 @@ def track[T](items: Sequence[T], name: str, *, shown: bool = True) -> Iterator[T
 
 
 def _plain[T](items: Sequence[T], name: str) -> Iterator[T]:
-    """A line at the start, at the end, and every `INTERVAL` between."""
+    """Yield `items` and print a line at the start, at the end, and every `INTERVAL` in between."""
     total, began = len(items), monotonic()
     last = began
-    _line(f"{name}: 0 of {total}")
+    _print_line(f"{name}: 0 of {total}")
     for done, item in enumerate(items, start=1):
         yield item
         now = monotonic()
         if done == total or now - last >= INTERVAL:
             last = now
-            _line(f"{name}: {done} of {total} ({100 * done / total:.0f} %), {now - began:.0f} s")
+            _print_line(f"{name}: {done} of {total} ({100 * done / total:.0f} %), {now - began:.0f} s")
 
 
 @contextmanager
 def counted(unit: str, first: str) -> Iterator[Callable[[str], None]]:
-    """Counts work of unknown length: gives a function to call after each, with what is to be said.
+    """Provide a function that counts items of work of unknown length, called with a text after each.
 
-    On a terminal one line changes in place; elsewhere a line is printed when there is news, and every
+    On a terminal one line changes in place. Elsewhere a line is printed when the text changes, and every
     `INTERVAL`.
 
     Args:
-      unit: what is counted, in plural. first: what is said before the first call.
+      unit: plural noun for the items.
+      first: text shown before the first call.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -60,20 +61,20 @@ def counted(unit: str, first: str) -> Iterator[Callable[[str], None]]:
 
 
 class _PlainCount:
-    """Called after each: prints news at once, and every `INTERVAL` how many there are."""
+    """Counter of items that prints new texts at once, and every `INTERVAL` the count."""
 
     def __init__(self, unit: str, first: str):
-        self.unit, self.count, self.said = unit, 0, first
+        self.unit, self.count, self.printed = unit, 0, first
         self.began = self.last = monotonic()
-        _line(first)
+        _print_line(first)
 
     def __call__(self, text: str) -> None:
         self.count += 1
         now = monotonic()
-        if text != self.said or now - self.last >= INTERVAL:
-            self.said, self.last = text, now
-            _line(f"{self.unit}: {self.count}, {now - self.began:.0f} s: {text}")
+        if text != self.printed or now - self.last >= INTERVAL:
+            self.printed, self.last = text, now
+            _print_line(f"{self.unit}: {self.count}, {now - self.began:.0f} s: {text}")
 
 
-def _line(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What `convert` needs of a model, whatever it comes in."""
+"""The interface through which `convert` reads a model, whatever format it is published in."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,24 +10,24 @@ from zdc_jax.config import ModelConfig
 
 
 class Source(Protocol):
-    """A model as others publish it. Everything raises `ConversionError` for what cannot be converted."""
+    """A published model. Every member raises `ConversionError` for what cannot be converted."""
 
     def config(self, dtype: str) -> ModelConfig:
-        """The architecture; `dtype` is that the weights will be stored in."""
+        """Return the architecture, with the `dtype` that the weights will be stored in."""
 
     @property
     def weights(self) -> Weights:
-        """Its tensors under Hugging Face's keys."""
+        """Tensors under Hugging Face's keys."""
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, in the form of the `tokenizers` library."""
+        """Return the tokenizer as an object of the `tokenizers` library."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Small files that the converted folder keeps, by name."""
+        """Return small files that the converted folder keeps, by name."""
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """What the manifest says about the source, as JSON."""
+        """Description of the source for the manifest, as JSON."""
 
     @property
     def reference(self) -> Mapping[str, Any]:

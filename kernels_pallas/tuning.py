@@ -1,4 +1,4 @@
-"""Measured tile sizes in `tuned/<device>.json`, written by `python -m benchmarks.tune_kernels`."""
+"""Measured tile sizes in `tuned/<device>.json`, written by `python -m benchmarks.kernels.tune_kernels`."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""A GPU that is not there, for kernels whose lowering asks the device."""
+"""Abstract GPU for kernels whose lowering asks the device."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,5 +10,5 @@ _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 def on_abstract_h200() -> AbstractContextManager[Any]:
-    """Within it the device is an H200."""
+    """Return a context in which the device is an H200."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200))

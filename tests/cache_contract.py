@@ -1,7 +1,7 @@
-"""The contract of every method of keeping keys and values: one row here, and all clauses that it declares.
+"""Contract of every cache method: one entry per method here, and tests for each clause that it declares.
 
-Layers are called as the model calls them, but without norms and feed-forward: so that inputs may be zero, or
-huge, where a cache sees them.
+The tests call layers as the model does, but without norms and feed-forward, so that caches also see zero or
+huge inputs.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,12 @@ from zdc_jax.model.attention import Attention
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 BLOCK = 8
-"""Positions of a block of token classes; pieces begin at multiples of it, for all methods alike."""
+"""Positions of a block of token classes. For all methods, chunks begin at multiples of it."""
 ROWS, PIECE, CAPACITY = 3, 3 * BLOCK, 6 * BLOCK
-"""Few shapes, for compiling takes the time: pieces of so many tokens, or one token, of so many rows."""
+"""Batch size, tokens of a chunk and capacity of all tests.
+
+Each call has a chunk or a single token per sequence. Few shapes save compile time.
+"""
 SHORT_LLAMA, SHORT_OPT = (replace(config, layers=config.layers[:2]) for config in (LLAMA, OPT))
 SLIDING = replace(SHORT_LLAMA, layers=(LLAMA.layers[0], replace(LLAMA.layers[0], window=12)))
 
@@ -35,7 +38,7 @@ def uniform(config: ModelConfig, **ranks: int) -> CompressionPlan:
 
 
 def method(config: ModelConfig, name: str, settings: dict | None = None, **ranks: int) -> CompressionPlan:
-    """A plan of a method, at all coordinates where no ranks are named."""
+    """Return a plan of a method, with all coordinates unless ranks are named."""
     H = config.head_dim
     plan = uniform(config, **({"qk": H, "v": H} | ranks))
     return replace(plan, method=name, settings=methods.settings_from_json(name, settings or {}))
@@ -48,7 +51,10 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
 
 
 def coded_by_layer(config: ModelConfig, memory: str) -> CompressionPlan:
-    """A layer that reads all, one that chooses pages, and one with such a memory that follows it."""
+    """Return a plan with a layer that reads all, one that chooses pages, and one that follows its choice.
+
+    memory: where the last layer stores far tokens.
+    """
     everything = {"read": 0, "index": 8, "bits_index": 5}
     follower = {"page": 4, "index": 0, "memory": memory, "bits_near": 8}
     H, rows = config.head_dim, (everything, CODED | {"page": 4}, CODED | follower)
@@ -59,7 +65,7 @@ def coded_by_layer(config: ModelConfig, memory: str) -> CompressionPlan:
 
 NEAR = {"window": 8, "sinks": 2}
 EVICTING = {"kept": 8, "block": BLOCK}
-"""Settings of methods that evict: of 38 tokens that are far in the end, 8 are left."""
+"""Settings of methods that evict: of 38 tokens that are far in the end, 8 remain."""
 QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
 DUO = {"heads": [[1], []]}
 CODED = {"index": 8, "read": 12, "bits_k": 3}
@@ -124,7 +130,6 @@ FAST = (
     "quest of a rank",
     "coded",
     "coded, near tokens too",
-    "coded by layer",
     "kivi of a rank",
     "token classes and window",
 )
@@ -132,7 +137,7 @@ FAST = (
 
 
 class Stack(NamedTuple):
-    """Attention layers, how each keeps its tokens, and the plan that says so."""
+    """Attention layers, their cache specs, and the plan that they follow."""
 
     layers: tuple[Attention, ...]
     specs: tuple[LayerCacheSpec, ...]
@@ -141,30 +146,30 @@ class Stack(NamedTuple):
     table: np.ndarray | None = None
 
     def in_pages(self, page: int, table: np.ndarray) -> "Stack":
-        """The same layers with their tokens in such pages; table [ROWS, CAPACITY / page]."""
+        """Return the same layers with tokens in pages of this size; table [ROWS, CAPACITY / page]."""
         paged = partial(Paged.of, page=page, pages=2 * table.size)
         return self._replace(specs=tuple(map(paged, self.specs)), table=table)
 
     @property
     def attempts(self) -> int:
-        """How many inputs a test may try.
+        """Number of inputs that a test may try.
 
-        Methods that round or choose decide by numbers. One input in twelve has one that stands where the
-        order of a sum, which is the processor's, decides. Where something is wrong all inputs show it.
+        Methods that round or choose have thresholds. In one input of twelve, a value is so close to a
+        threshold that the processor's order of summation decides. If something is wrong, all inputs show it.
         """
         return 1 if self.plan.method == "zdc" else 3
 
     def declares(self, clause: Clause) -> None:
-        """Skips a test of a clause that a layer's method does not declare."""
+        """Skip a test of a clause that a layer's method does not declare."""
         if not all(clause in spec.clauses for spec in self.specs):
             pytest.skip(f"the method does not declare the clause {clause!r}")
 
     def inputs(self, seed: int = 0) -> np.ndarray:
-        """Hidden states [ROWS, CAPACITY, D]."""
+        """Return random hidden states [ROWS, CAPACITY, D]."""
         return np.random.default_rng(seed).normal(size=(ROWS, CAPACITY, self.width)).astype(np.float32)
 
     def whole(self, x: np.ndarray) -> np.ndarray:
-        """What the layers make of whole sequences, without a cache."""
+        """Run the layers on whole sequences, without a cache."""
         x, aux = jnp.asarray(x), None
         for layer, spec in zip(self.layers, self.specs, strict=True):
             x, aux = _whole(layer, spec, x, aux)
@@ -176,7 +181,10 @@ class Stack(NamedTuple):
     def extend(
         self, states: list, x: np.ndarray, held: np.ndarray, new: np.ndarray
     ) -> tuple[np.ndarray, list]:
-        """Row b adds its next new[b] tokens of x [B, S, D] to the held[b] before: outputs, longer states."""
+        """Append the next new[b] tokens of x [B, S, D] to the held[b] tokens of sequence b.
+
+        Returns outputs and extended states.
+        """
         T = PIECE if max(new) > 1 else 1
         piece = np.zeros((len(x), T, x.shape[2]), np.float32)
         for row, (start, count) in enumerate(zip(held, new, strict=True)):
@@ -189,7 +197,10 @@ class Stack(NamedTuple):
         return np.asarray(y), longer
 
     def run(self, x: np.ndarray, schedule: list[list[int]]) -> np.ndarray:
-        """Outputs [B, S, D] of tokens that come as scheduled, each entry so many of each row; NaN: none."""
+        """Run a schedule and return outputs [B, S, D], NaN where none are computed.
+
+        schedule: one entry per call, with the number of tokens of each sequence.
+        """
         states = self.create()
         held, found = np.zeros(len(x), int), np.full(x.shape, np.nan, np.float32)
         for new in schedule:
@@ -230,5 +241,5 @@ def specs_of(name: str) -> tuple[LayerCacheSpec, ...]:
 
 
 def is_aligned(specs: tuple[LayerCacheSpec, ...]) -> bool:
-    """Whether pieces must begin with a block."""
+    """Return whether chunks must begin with a block."""
     return any(spec.alignment > 1 for spec in specs)

@@ -1,4 +1,7 @@
-"""Codes as whole programs: operation by operation, each shape of each operation is compiled by itself."""
+"""Quantizers as whole compiled programs.
+
+Without jit, each shape of each operation would be compiled by itself.
+"""
 
 from functools import partial
 from typing import Any
@@ -8,11 +11,11 @@ import jax
 
 @partial(jax.jit, static_argnames="code")
 def encode(code: Any, x: jax.Array) -> Any:
-    """Vectors [..., C] as `code` keeps them."""
+    """Quantize vectors [..., C] with `code`."""
     return code.encode(x)
 
 
 @partial(jax.jit, static_argnames=("code", "C"))
 def decode(code: Any, coded: Any, C: int) -> jax.Array:
-    """Vectors [..., C] as `code` reads them."""
+    """Dequantize vectors [..., C] with `code`."""
     return code.decode(coded, C)

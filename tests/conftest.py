@@ -121,7 +121,7 @@ MOST_MAPS = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded_memory_maps() -> Iterator[None]:
-    """Forgets compiled programs, once they are many."""
+    """Drop compiled programs once there are many."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
@@ -130,7 +130,7 @@ def bounded_memory_maps() -> Iterator[None]:
 
 
 def reference_data() -> Path | None:
-    """The folder of reference models and text: `ZDC_TEST_DATA`, else a sibling `shared/data`."""
+    """Return the folder of reference models and text: `ZDC_TEST_DATA`, or a sibling `shared/data`."""
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("ZDC_TEST_DATA", default))
     return folder if folder.exists() else None
@@ -138,7 +138,7 @@ def reference_data() -> Path | None:
 
 @pytest.fixture
 def shapes_unchecked() -> Iterator[None]:
-    """For tests that give arguments of wrong shapes: our own refusals are to find them."""
+    """Switch shape checks off, for tests of our own refusals of wrong shapes."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -146,7 +146,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 @pytest.fixture
 def optimised() -> Iterator[None]:
-    """Programs compiled with all optimisations, for tests whose time is that of running them."""
+    """Compile with all optimizations, for tests that spend their time running programs."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", ON_CPU)
@@ -154,7 +154,7 @@ def optimised() -> Iterator[None]:
 
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that give zeros: their public functions check, pad and merge, and trace no kernel."""
+    """Replace kernels by zeros: public functions check, pad and merge, and trace no kernel."""
 
     def zeros(types):
         return [jnp.zeros(x.shape, x.dtype) for x in types]
@@ -169,7 +169,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """Reference data, or a skip by name (a failure where `ZDC_REQUIRE_DATA` is set)."""
+    """Return the reference data, or skip; fail instead if `ZDC_REQUIRE_DATA` is set."""
     folder = reference_data()
     if folder is None:
         refuse = pytest.fail if os.environ.get("ZDC_REQUIRE_DATA") else pytest.skip
@@ -197,7 +197,7 @@ class TinyModel:
         return rng.integers(3, self.config.vocab_size, (batch, length), dtype=np.int32)
 
     def write(self, output: Path) -> None:
-        """Its converted folder, with a tokenizer of words `w0`, `w1`, …"""
+        """Write the converted folder, with a tokenizer of words `w0`, `w1`, …"""
         with CheckpointWriter(output) as writer:
             writer.write_embeddings(self.embeddings)
             for index, layer in enumerate(self.layers):
@@ -216,7 +216,7 @@ class TinyModel:
 
 
 def calibrated_folder(folder: Path, context: int) -> Path:
-    """`folder` with a small model converted and calibrated in model/, and text/ of its words."""
+    """Write a converted and calibrated model to model/ and text of its words to text/."""
     write_variant("llama-head-dim-80", folder / "hf")
     rng = np.random.default_rng(0)
     (folder / "text").mkdir()
@@ -229,25 +229,25 @@ def calibrated_folder(folder: Path, context: int) -> Path:
 
 @pytest.fixture(scope="session", params=["llama", "opt"])
 def tiny(request: pytest.FixtureRequest) -> TinyModel:
-    """A tiny model of each family."""
+    """Return a tiny model of each family."""
     return TinyModel(CONFIGS[request.param])
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> TinyModel:
-    """The tiny Llama: rotary, two query heads per KV head."""
+    """Return the tiny Llama: rotary, two query heads per KV head."""
     return TinyModel(LLAMA)
 
 
 @pytest.fixture(scope="session")
 def tiny_opt() -> TinyModel:
-    """The tiny OPT: learned positions, biases."""
+    """Return the tiny OPT: learned positions, biases."""
     return TinyModel(OPT)
 
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Of a text that is written half arrives."""
+    """Write only the first half of each text, as a full disk does."""
 
     def write_half(path: Path, text: str) -> None:
         path.write_bytes(text.encode()[: len(text) // 2])
@@ -258,7 +258,7 @@ def full_disk(monkeypatch):
 
 @pytest.fixture
 def on_kernels(monkeypatch):
-    """Kernels are chosen as on a GPU that has them, to be lowered or compiled for it here."""
+    """Choose kernels as on a GPU that has them, to lower or compile them here."""
     for name, module in list(sys.modules.items()):
         if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
             monkeypatch.setattr(module, "device_refusal", lambda q: None)

@@ -18,9 +18,9 @@ JUNK: tuple[Any, ...] = (
     *([], {}, [[]], [None], [1, "a"], {"a": 1}, {"factor": 2.0, "type": "linear"}, ["LlamaForCausalLM"]),
     *("yarn", "longrope", "dynamic", "sliding_attention", ["full_attention"] * 2, [1.0] * 6, 1e-300, 1e300),
 )
-"""Values that a place in JSON may be given."""
+"""Junk values for a place in JSON."""
 NUMBERS = (0, 1, 2, 3, 31, 33, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
-"""Numbers that a place in a header may be given."""
+"""Junk numbers for a place in a header."""
 EDGE = 24
 """Bytes of magic, version and counts."""
 
@@ -29,7 +29,7 @@ EDGE = 24
 
 
 def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
-    """One stretch of the data flipped, overwritten, cut, repeated or filled; or the data cut off or lost."""
+    """Flip, overwrite, cut, repeat or fill one stretch of the data, or truncate or drop the data."""
     at, length = int(rng.integers(len(data) + 1)), int(rng.integers(1, 64))
     head, piece, tail = data[:at], data[at : at + length], data[at + length :]
     random = rng.bytes(len(piece))
@@ -39,7 +39,7 @@ def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def mutated_json(value: Any, rng: np.random.Generator) -> Any:
-    """The value with junk, nothing, another of its values or more nesting somewhere."""
+    """Return the value with junk, a deletion, another of its values or more nesting at one place."""
     value = [deepcopy(value)]
     places = list(_places(value))
     holder, key = places[rng.integers(len(places))]
@@ -73,7 +73,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate_gguf(path: Path, rng: np.random.Generator) -> None:
-    """Damages the metadata, the header, the data or all of a GGUF file."""
+    """Damage the metadata, the header, the data or all of a GGUF file."""
     data, file = path.read_bytes(), read_gguf(path)
     infos = data.index(_text(next(iter(file.tensors))))
     end = next(iter(file.tensors.values())).start
@@ -106,7 +106,7 @@ def _with_number(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def _size_of(data: bytes, at: int, count: int) -> int:
-    """Bytes of so many descriptions of tensors."""
+    """Count the bytes of `count` tensor descriptions."""
     start = at
     for _ in range(count):
         (name,) = struct.unpack_from("<Q", data, at)
@@ -116,7 +116,7 @@ def _size_of(data: bytes, at: int, count: int) -> int:
 
 
 def _pack_all(values: Any) -> list[bytes]:
-    """Keys and values, without those that have no form in such files."""
+    """Pack keys and values; skip those that a GGUF file cannot represent."""
     packed = []
     for key, value in values.items() if isinstance(values, dict) else ():
         try:
@@ -132,7 +132,7 @@ def _text(value: str) -> bytes:
 
 
 def _packed(value: Any) -> bytes:
-    """A value behind its type; raises for what has none."""
+    """Pack a value after its type; raise for values without a type."""
     if isinstance(value, list):
         elements = [_packed(each) for each in value]
         kinds = {each[:4] for each in elements} or {struct.pack("<I", Type.UINT8)}
@@ -149,7 +149,7 @@ def _packed(value: Any) -> bytes:
         return struct.pack("<I", Type.STRING) + _text(value)
     forms = {bool: (Type.BOOL, "?"), float: (Type.FLOAT64, "d"), int: (Type.UINT32, "I")}
     if type(value) not in forms:
-        raise TypeError(f"{value!r} has no form")
+        raise TypeError(f"{value!r} has no type in GGUF files")
     kind, form = forms[type(value)]
     if type(value) is int and not 0 <= value < 2**32:
         kind, form = (Type.INT32, "i") if value < 0 else (Type.UINT64, "Q")

@@ -1,4 +1,4 @@
-"""Decodes given tokens one after another, in one program; what a single row gives."""
+"""Decoding of fixed tokens in one program, and a check of a single sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ def decoded(
     tokens: Int[Array, "steps B"],
     ends: Int[Array, "steps B"],
 ) -> tuple[KVCache, Float[Array, "steps B D"]]:
-    """The cache behind all of `tokens`, and their hidden states.
+    """Return the cache after all of `tokens`, and their hidden states.
 
-    A call for each would compile twice on a mesh: the first cache lies there as the prompt left it.
+    One call per token would compile twice on a mesh, because the prompt leaves the first cache in another
+    layout.
     """
 
     def step(cache, given):
@@ -34,7 +35,7 @@ def decoded(
 def assert_one_of_two(
     network: Transformer | ShardedTransformer, cache: KVCache, tokens: Int[Array, "2 steps"]
 ) -> None:
-    """The first of two rows decodes alone what it decodes beside the other, in 16 bits."""
+    """Assert that the first of two sequences decodes alone to the same result in 16 bits."""
     ends = cache.lengths + 1 + jnp.arange(tokens.shape[1])[:, None]
     _, both = decoded(network, cache, tokens.T, ends)
     _, got = decoded(network, cache.row(jnp.int32(0)), tokens.T[:, :1], ends[:, :1])

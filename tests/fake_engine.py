@@ -1,4 +1,4 @@
-"""An engine without a network: it spells the same answer for all."""
+"""A serving engine without a network, which spells the same answer for all requests."""
 
 import threading
 import time
@@ -19,14 +19,14 @@ from zdc_jax.generation.stopping import OutputSequence, StopStrings
 
 ANSWER = "in the end it is"
 END = 1
-"""The token that ends a turn; it follows each answer, and is no end for the model itself."""
+"""The token that ends a turn. It follows each answer and does not end the model's own text."""
 FAILS, HANGS = "!", "?"
-"""What prompts of completions end with that fail after a token, or go no further until they are cancelled."""
+"""Ends of completion prompts that fail after a token, or wait until they are cancelled."""
 CACHED = 3
 
 
 def chat_model(**changes: object) -> SimpleNamespace:
-    """What a server needs of a model."""
+    """Return the parts of a model that a server needs."""
     special = {"eos_token": "<|im_end|>"}
     model = {"tokenizer": chat_tokenizer(), "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
     return SimpleNamespace(**model | changes)
@@ -34,7 +34,7 @@ def chat_model(**changes: object) -> SimpleNamespace:
 
 @dataclass
 class FakeTicket:
-    """Waits for nothing but to be cancelled."""
+    """A ticket that only records its cancellation."""
 
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -43,10 +43,13 @@ class FakeTicket:
 
 
 class FakeEngine:
-    """Implements `Serving`; each request has a thread. `submitted` and `tickets` are those it took."""
+    """A fake `Serving` with a thread per request; `submitted` and `tickets` list accepted requests."""
 
     def __init__(self, model: SimpleNamespace | None = None, room: int = 100):
-        """room: requests at a time."""
+        """Start without requests.
+
+        room: most requests at a time.
+        """
         self.model, self.max_model_len = model or chat_model(), 200
         self.submitted: list[EngineRequest] = []
         self.tickets: list[FakeTicket] = []
@@ -74,7 +77,7 @@ class FakeEngine:
         return EngineStats(self._running, 4, 0.5, 60, 70, 80, 90, 100)
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """Drains, however long it takes to begin with; then cancels."""
+        """Drain until the timeout, then cancel."""
         self._closed = True
         until = time.monotonic() + timeout * drain
         while self._running and time.monotonic() < until:
@@ -92,7 +95,7 @@ class FakeEngine:
         notify(last)
 
     def _spell(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> Event:
-        """Gives all events but the last, which it returns."""
+        """Notify about all events except the last, which is returned."""
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
         stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
@@ -113,14 +116,14 @@ class FakeEngine:
             if asked.endswith(FAILS):
                 return Event(finish_reason="error", error="the device is lost")
             if asked.endswith(HANGS) and not ticket.cancelled.wait(10):
-                return Event(finish_reason="error", error="nobody cancelled it")
+                return Event(finish_reason="error", error="the request was not cancelled")
             if ticket.cancelled.is_set():
                 return Event(finish_reason="cancelled")
         raise AssertionError("a cycle has no end")
 
 
 def prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprobs, ...]:
-    """The first token has none."""
+    """Return a logprob for each token of the prompt; the first token has None."""
     if not request.prompt_logprobs:
         return ()
     first, *others = request.prompt
@@ -128,7 +131,7 @@ def prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprobs, ...]:
 
 
 def logprobs(request: EngineRequest, token: int) -> tuple[TokenLogprobs, ...]:
-    """The chosen token has -0.5; others follow by the half, and the last has none to speak of."""
+    """Return -0.5 for the chosen token, half less for each next token, and -inf for the last."""
     if request.logprobs is None:
         return ()
     others = [(token, -0.5), (9, -1.0), (10, -1.5), (11, -2.0), (12, float("-inf"))]

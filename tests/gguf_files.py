@@ -1,4 +1,4 @@
-"""Tiny GGUF files of the variants in `hf_variants`, written as llama.cpp's converter writes them."""
+"""Tiny GGUF files of the variants in `hf_variants`, in the layout of llama.cpp's converter."""
 
 import lzma
 import math
@@ -58,7 +58,7 @@ VARIANTS_IN_GGUF = (
     *("llama-linear-new", "llama3-old", "llama3-new", "llama-yarn", "llama-head-dim-80", "mistral-whole"),
     *("qwen2", "qwen3", "gemma3", "granite", "phi3", "phi3-long", "phi3-short"),
 )
-"""All that files can describe; the scale of Gemma 3's scores follows from its size."""
+"""All variants that files can describe. The scale of Gemma 3's scores follows from its size."""
 SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = {
@@ -72,20 +72,20 @@ WORDS = {
     "tokenizer.ggml.unknown_token_id": 0,
     "tokenizer.chat_template": "{{ messages }}",
 }
-"""A tokenizer of single bytes, some of them."""
+"""A tokenizer of some single bytes."""
 PIECE = 1 << 16
-"""Characters of each topic that `texts` gives."""
+"""Characters per topic that `texts` returns."""
 
 
 def in_gguf(name: str) -> Variant:
-    """A variant, as far as files can describe it."""
+    """Return a variant, as far as files can describe it."""
     variant = VARIANTS[name]
     scale = {"query_pre_attn_scalar": variant.config.get("head_dim")} if name == "gemma3" else {}
     return Variant(variant.config | scale, variant.max_positions)
 
 
 def gguf_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Hugging Face's tensors under the names of files, in their layout."""
+    """Return Hugging Face's tensors under the names and in the layout of GGUF files."""
     kind = ARCHITECTURES[config["architectures"][0]]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = {}
@@ -106,7 +106,7 @@ def gguf_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The factors of Llama 3's and Phi-3's rotary embeddings."""
+    """Return the factors of Llama 3's and Phi-3's rotary embeddings."""
     rope = _rope(config)
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if "long_factor" in rope:
@@ -126,7 +126,7 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings of full attention, in the new form."""
+    """Return the rotary settings of full attention, in the new form."""
     old = {"rope_theta": config.get("rope_theta", 1e4), **(config.get("rope_scaling") or {})}
     rope = dict(config.get("rope_parameters") or old)
     rope = rope.get("full_attention", rope)
@@ -134,7 +134,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gguf_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of an architecture, keys without its name."""
+    """Return the metadata of an architecture; keys lack its name."""
     heads, rope = config["num_attention_heads"], _rope(config)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     values = {
@@ -190,17 +190,17 @@ def write_gguf(
     blocks: Mapping[str, tuple[GGMLQuantizationType, np.ndarray]] | None = None,
     parts: int = 1,
 ) -> Path:
-    """Writes a file, or its parts; returns the path of the first.
+    """Write a file or its parts, and return the path of the first.
 
     Args:
-      path: to write; parts are named after it.
+      path: path to write; parts are named after it.
       architecture: its name in files.
-      values: metadata of the architecture, keys without its name.
-      tensors: by their names in files; matrices are quantised to `kind`.
+      values: metadata of the architecture; keys lack its name.
+      tensors: tensors by their names in files; matrices are quantized to `kind`.
       tokenizer: metadata with whole keys.
       kind: type of matrices.
-      blocks: tensors that are quantised already.
-      parts: files to write, tensors dealt in runs.
+      blocks: tensors that are already quantized.
+      parts: number of files; each has a run of tensors.
     """
     written = {
         name: (kind, quantize(value, kind)) if value.ndim > 1 else (F32, value)
@@ -230,13 +230,13 @@ def write_gguf(
 
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Adds a value of the type that converters give it."""
+    """Add a value with the type that converters use."""
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     writer.add_array(key, value) if isinstance(value, list) else add[type(value)](key, value)
 
 
 def write_variant_gguf(name: str, path: Path, **options: Any) -> Path:
-    """Writes one variant."""
+    """Write one variant."""
     config = in_gguf(name).config
     tensors = gguf_tensors(config, weights(VARIANTS[name]))
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -244,7 +244,7 @@ def write_variant_gguf(name: str, path: Path, **options: Any) -> Path:
 
 
 def texts(corpus: Path) -> list[str]:
-    """The start of the held-out text of each topic."""
+    """Return the start of the held-out text of each topic."""
     found = []
     for path in sorted(corpus.glob("*/heldout.txt.xz")):
         with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
@@ -253,16 +253,16 @@ def texts(corpus: Path) -> list[str]:
 
 
 def converted(source: Path, **options: Any) -> Checkpoint:
-    """The converted folder beside a source."""
+    """Convert a source into a folder next to it."""
     return convert(source, source.with_name(f"{source.stem}-ours"), progress=False, **options)
 
 
 WIDE = Variant(LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
-"""Its rows are whole blocks of every type."""
+"""A variant whose rows are whole blocks of every type."""
 
 
 def random_blocks(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks of any bits but for exponents, whose highest stay clear: no NaN, no Inf."""
+    """Return random blocks whose exponents lack their highest bits, so that no value is NaN or Inf."""
     rng = np.random.Generator(np.random.PCG64(int(kind)))
     block, size = GGML_QUANT_SIZES[kind]
     return rng.integers(256, size=(*shape[:-1], shape[-1] // block * size), dtype=np.uint8) & 0x3B

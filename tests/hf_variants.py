@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of every supported variant; needs numpy and safetensors only."""
+"""Tiny random Hugging Face checkpoints of every supported variant, by numpy and safetensors alone."""
 
 import json
 from dataclasses import dataclass
@@ -108,14 +108,14 @@ LONGROPE = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A `config.json`, and the context to load it for (None: all positions)."""
+    """A `config.json`, and the context length to load it for (None: all positions)."""
 
     config: dict[str, Any]
     max_positions: int | None = None
 
 
 def rope(**settings: Any) -> dict[str, Any]:
-    """The new form of rotary settings."""
+    """Return rotary settings in the new form."""
     return {"rope_parameters": settings}
 
 
@@ -133,7 +133,7 @@ VARIANTS = {
     "llama-yarn-untruncated": Variant(
         LLAMA | rope(**YARN, truncate=False, mscale=0.7, mscale_all_dim=1.1, beta_fast=4, beta_slow=2)
     ),
-    # Its positions are those of training; contexts of 24 are longer.
+    # Its positions are those of training, and contexts of 24 are longer.
     "llama-dynamic": Variant(
         LLAMA | {"max_position_embeddings": 16} | rope(rope_type="dynamic", factor=4.0, rope_theta=1e4), 24
     ),
@@ -180,13 +180,13 @@ VARIANTS = {
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Source key → shape, written from the architectures' definitions, not from our key tables."""
+    """Return shapes by source key, from the architectures' definitions rather than our key tables."""
     config = variant.config
     return _opt_shapes(config) if config["model_type"] == "opt" else _llama_shapes(config)
 
 
 def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of Llama and its relatives."""
+    """Return the shapes of Llama and related architectures."""
     D, F, N, K = (
         c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -248,7 +248,7 @@ def _opt_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def weights(variant: Variant) -> dict[str, np.ndarray]:
-    """Deterministic float32 weights, large enough that logits are far from flat."""
+    """Return deterministic float32 weights, large enough for logits far from uniform."""
     values = {}
     for index, (key, shape) in enumerate(sorted(shapes(variant).items())):
         draw = np.random.Generator(np.random.PCG64(index)).standard_normal(shape)
@@ -260,7 +260,7 @@ def weights(variant: Variant) -> dict[str, np.ndarray]:
 
 
 def write_variant(name: str, folder: Path) -> Path:
-    """Writes one variant as a Hugging Face folder with a tiny tokenizer."""
+    """Write one variant as a Hugging Face folder with a tiny tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     variant = VARIANTS[name]
     (folder / "config.json").write_text(json.dumps(variant.config))
@@ -270,7 +270,7 @@ def write_variant(name: str, folder: Path) -> Path:
 
 
 def write_sharded(folder: Path, tensors: dict[str, np.ndarray], count: int) -> None:
-    """Writes `count` shards, keys dealt round robin, and their index."""
+    """Write `count` shards, with keys dealt round-robin, and their index."""
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     weight_map = {key: names[i % count] for i, key in enumerate(sorted(tensors))}
     for name in names:
@@ -280,12 +280,12 @@ def write_sharded(folder: Path, tensors: dict[str, np.ndarray], count: int) -> N
 
 
 def write_tokenizer(folder: Path, size: int = VOCAB) -> None:
-    """A word-level tokenizer of `size` tokens."""
+    """Write a word-level tokenizer of `size` tokens."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def token_ids(vocab: int, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Deterministic token ids [B, T], int64."""
+    """Return deterministic token ids [B, T], int64."""
     return np.random.Generator(np.random.PCG64(seed)).integers(3, vocab, shape)

@@ -1,4 +1,4 @@
-"""Writes `golden/*.npz`: logits of transformers, for machines where torch is not installed.
+"""Script for `golden/*.npz`: logits of transformers, for machines without torch.
 
 python tests/make_golden.py REFERENCE_MODELS_FOLDER
 """
@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCES = ("ref-llama-23m", "ref-opt-26m")
 REFERENCE_POSITIONS = (0, 63, 1000, 2047, 4095)
-"""Positions of a 4096-token window whose logits are kept."""
+"""Positions of a 4096-token window whose logits are stored."""
 
 
 @torch.no_grad()
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Float32 logits [B, T, V] of transformers."""
+    """Return float32 logits [B, T, V] of transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -28,7 +28,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def main(references: Path) -> None:
-    """Computes and writes both files."""
+    """Compute and write both files."""
     GOLDEN.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         variants = {

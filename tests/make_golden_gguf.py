@@ -1,9 +1,9 @@
-"""Writes `golden/smollm2.npz`: what transformers says of a real GGUF file, for machines without torch.
+"""Script for `golden/smollm2.npz`: results of transformers for a real GGUF file, for machines without torch.
 
 python tests/make_golden_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf CORPUS_FOLDER
 
-Windows are of held-out text, one a topic. Their ids are kept, so that both sides see the same. Of a megabyte
-of text the hash of all ids is kept.
+Windows are held-out text, one per topic. The file stores their ids, so that both sides see the same, and the
+hash of all ids of a megabyte of text.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ NEW, WINDOWS, CONTEXT = 40, 12, 1024
 
 @torch.no_grad()
 def main(model_path: Path, corpus: Path) -> None:
-    """Computes greedy tokens and the mean loss of each window, in float32."""
+    """Compute greedy tokens and the mean loss of each window, in float32."""
     where = {"pretrained_model_name_or_path": model_path.parent, "gguf_file": model_path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    # transformers (5.17) passes over tokenizer.ggml.pre; SmolLM's own tokenizer makes each digit a piece.
+    # transformers (5.17) ignores tokenizer.ggml.pre; SmolLM's own tokenizer splits each digit.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -1,9 +1,9 @@
-"""Mutated input: what users may be handed is damaged at random, and run as they would run it.
+"""Mutated input: random damage to files that users may receive, and the runs that users would make.
 
 `python tests/mutations.py --cases 10000` mutates Hugging Face folders, GGUF files, plans and converted
 folders, then converts, loads and generates. Each case must end well or in a `ZDCError` that names what is
-wrong, within `TIME_LIMIT`, and leave nothing half-written; a damaged converted folder must not load as
-another model. A case follows from its seed alone; `--first SEED --cases 1` runs one again.
+wrong, within `TIME_LIMIT`. No half-written file may remain, and a damaged converted folder must not load as
+another model. A case follows from its seed alone; `--first SEED --cases 1` repeats one.
 """
 
 import argparse
@@ -42,11 +42,11 @@ from zdc_jax.loading import LanguageModel, load
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 TIME_LIMIT = 20
-"""Seconds of processor time that a case may take; `WAIT` times as many may pass on a busy machine."""
+"""Most seconds of processor time per case; on a busy machine, `WAIT` times as many may pass."""
 WAIT = 6
 PROCESSES = 2
 REPORT = 500
-"""Cases between two tables."""
+"""Number of cases between two tables."""
 SOURCES = (
     *("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like", "llama-dynamic", "llama-yarn"),
     *("mistral", "qwen2-sliding", "qwen3-sliding", "gemma3", "gemma3-old", "phi3", "phi3-long", "phi3-old"),
@@ -61,7 +61,7 @@ GGUF = "model.gguf"
 
 
 def mutate_json_file(path: Path, rng: np.random.Generator) -> None:
-    """Damages a file of JSON as a value, as text, or by nesting without end."""
+    """Damage a file of JSON as a value, as text, or by endless nesting."""
     choice = rng.random()
     if choice < 0.8:
         path.write_text(json.dumps(mutated_json(json.loads(path.read_text()), rng)))
@@ -74,7 +74,7 @@ def mutate_json_file(path: Path, rng: np.random.Generator) -> None:
 
 
 def mutate_safetensors(path: Path, rng: np.random.Generator) -> None:
-    """Damages header, data or both of one safetensors file, or gives it other tensors."""
+    """Damage header, data or both of one safetensors file, or give it other tensors."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
@@ -105,10 +105,10 @@ def mutate_safetensors(path: Path, rng: np.random.Generator) -> None:
 
 
 def mutate_folder(folder: Path, rng: np.random.Generator) -> None:
-    """Damages, deletes, adds or swaps files or folders of a converted folder; its calibration stays."""
+    """Damage, delete, add or swap files or folders of a converted folder; its calibration stays."""
     below = [path for path in sorted(folder.rglob("*")) if "calibration" not in path.parts]
     files = [path for path in below if path.is_file()]
-    # Damage of large files is as likely as that of their many small companions.
+    # Damage hits large files as often as their many small companions.
     sizes = np.sqrt([path.stat().st_size for path in files])
     path = files[rng.choice(len(files), p=sizes / sizes.sum())]
     other = below[rng.integers(len(below))]
@@ -134,7 +134,7 @@ def mutate_folder(folder: Path, rng: np.random.Generator) -> None:
 
 
 def swap(one: Path, other: Path) -> None:
-    """Exchanges two paths."""
+    """Exchange two paths."""
     if one != other:
         aside = one.with_name(".aside")
         one.rename(aside)
@@ -142,11 +142,11 @@ def swap(one: Path, other: Path) -> None:
         aside.rename(other)
 
 
-# --- What a user does with it ----------------------------------------------------------------------------
+# --- What users do with damaged files --------------------------------------------------------------------
 
 
 def prepare(folder: Path) -> None:
-    """Writes the undamaged sources, converted folders and plans."""
+    """Write the undamaged sources, converted folders and plans."""
     for name in SOURCES:
         write_variant(name, folder / "hf" / name)
     write_variant("llama-gqa", folder / "hf" / SHARDED)
@@ -168,7 +168,7 @@ def prepare(folder: Path) -> None:
         plan = CompressionPlan.uniform(config, qk=full, v=full, window=8, sinks=2)
         plan.for_model(checkpoint.fingerprint).save(folder / f"{name}.json")
         if any(layer.window for layer in config.layers):
-            continue  # Token classes see all tokens.
+            continue  # Token classes need all tokens.
         whole = LayerRanks(config.head_dim, config.head_dim)
         classes = TokenClasses((0,), (0.25,), (whole,) * config.num_layers, block=32)
         ranks = (LayerRanks(full, full),) * config.num_layers
@@ -178,7 +178,7 @@ def prepare(folder: Path) -> None:
 
 
 def write_bpe(folder: Path) -> None:
-    """A tokenizer with something in each of its parts, of the smaller of the usual kinds."""
+    """Write a tokenizer with something in each of its parts, of the smaller of the usual kinds."""
     letters = [f"w{i}" for i in range(80)] + list("w0123456789")
     vocab = {piece: i + 3 for i, piece in enumerate(dict.fromkeys([*letters[80:], *letters]))}
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {k: i for k, i in vocab.items() if i < 96}
@@ -196,7 +196,7 @@ def write_bpe(folder: Path) -> None:
 
 
 def random_basis(checkpoint: Checkpoint) -> Basis:
-    """Orthogonal maps of the right shapes."""
+    """Return a basis of orthogonal maps of the right shapes."""
     config, rng = checkpoint.config, np.random.default_rng(0)
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
     k_map, v_map = np.linalg.qr(rng.standard_normal((2, L, K, H, H)))[0]
@@ -208,7 +208,7 @@ def random_basis(checkpoint: Checkpoint) -> Basis:
 
 
 def signature(model: LanguageModel) -> tuple[Any, ...]:
-    """All that decides what a model says, equal where equal."""
+    """Return all that determines a model's output, for comparison."""
     arrays = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model.network)))
     words = None if model.tokenizer is None else model.tokenizer.to_str()
     return model.config, model.plan, words, tuple(np.asarray(array).tobytes() for array in arrays)
@@ -216,12 +216,12 @@ def signature(model: LanguageModel) -> tuple[Any, ...]:
 
 @cache
 def undamaged(folder: Path, plan: Path | None) -> tuple[Any, ...]:
-    """The signature of an original."""
+    """Return the signature of an original."""
     return signature(load(folder, plan))
 
 
 def use(model: LanguageModel) -> None:
-    """Generates a few tokens from text and from ids."""
+    """Generate a few tokens from text and from ids."""
     generate(model, "w3 w5 w7 never met", max_new_tokens=2)
     generate(model, [3, 5, 7], max_new_tokens=2)
 
@@ -229,7 +229,10 @@ def use(model: LanguageModel) -> None:
 def run_source(
     mutate: Callable[[Path, np.random.Generator], None], kind: str = "hf", file: str = ""
 ) -> Callable[..., None]:
-    """A case that damages a folder, converts it or a file in it, loads it and (one in eight) generates."""
+    """Return a case that damages a folder, converts and loads it, and in one of eight runs generates.
+
+    file: name of the file to convert, instead of the folder.
+    """
 
     def run(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
         sources = sorted((originals / kind).iterdir())
@@ -240,7 +243,7 @@ def run_source(
         except ZDCError:
             assert names(scratch) == [kind], f"half-written: {names(scratch)}"
             raise
-        assert names(scratch) == [kind, "output"], f"left behind: {names(scratch)}"
+        assert names(scratch) == [kind, "output"], f"files left: {names(scratch)}"
         model = load(scratch / "output")
         if rng.random() < 1 / 8:
             use(model)
@@ -249,7 +252,7 @@ def run_source(
 
 
 def run_plan(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
-    """Damages a plan and loads a model with it; one in eight generates."""
+    """Damage a plan and load a model with it; in one of eight runs, generate."""
     name = CONVERTED[rng.integers(len(CONVERTED))]
     path = scratch / "plan.json"
     plans = sorted(originals.glob(f"{name}*.json"))
@@ -262,12 +265,12 @@ def run_plan(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
         if rng.random() < 1 / 8:
             use(model)
     finally:
-        assert names(scratch) == ["plan.json"], f"left behind: {names(scratch)}"
+        assert names(scratch) == ["plan.json"], f"files left: {names(scratch)}"
         assert path.read_bytes() == damaged, "the plan was written to"
 
 
 def run_folder(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
-    """Damages a converted folder; one that loads must be the model it was."""
+    """Damage a converted folder; if it loads, it must be the original model."""
     name = CONVERTED[rng.integers(len(CONVERTED))]
     plan = (None, originals / f"{name}.json")[rng.integers(2)]
     shutil.copytree(originals / name, scratch / "model")
@@ -281,7 +284,7 @@ def run_folder(originals: Path, scratch: Path, rng: np.random.Generator) -> None
 
 
 def pick_weights(folder: Path, rng: np.random.Generator) -> None:
-    """Damages the index or one file of weights."""
+    """Damage the index or one file of weights."""
     shards = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).exists() and rng.random() < 0.5:
         mutate_json_file(folder / INDEX, rng)
@@ -292,7 +295,7 @@ def pick_weights(folder: Path, rng: np.random.Generator) -> None:
 
 
 def pick_config(folder: Path, rng: np.random.Generator) -> None:
-    """Damages config.json, rarely generation_config.json."""
+    """Damage config.json, rarely generation_config.json."""
     mutate_json_file(folder / ("config.json", "generation_config.json")[int(rng.random() < 0.1)], rng)
 
 
@@ -307,12 +310,12 @@ KINDS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {
 
 
 def names(folder: Path) -> list[str]:
-    """What a folder holds."""
+    """Return the names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def run_case(originals: Path, seed: int) -> tuple[str, str]:
-    """Kind and outcome of one case: `loaded`, `refused`, or what failed."""
+    """Run one case and return its kind and outcome: `loaded`, `refused`, or the failure."""
     kind = list(KINDS)[seed % len(KINDS)]
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -321,7 +324,7 @@ def run_case(originals: Path, seed: int) -> tuple[str, str]:
             return kind, "refused"
         except KeyboardInterrupt:
             raise
-        except BaseException:  # Panics of Rust are no Exception.
+        except BaseException:  # A panic of Rust is not an Exception.
             return kind, traceback.format_exc(limit=-4)
     return kind, "loaded"
 
@@ -342,15 +345,15 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, self.originals), daemon=True)
         self.process.start()
         theirs.close()
-        self.pipe.recv()  # Ready; importing takes longer than a case may.
+        self.pipe.recv()  # The process is ready; imports take longer than a case may.
 
     def give(self, seed: int) -> None:
-        """Starts a case."""
+        """Start a case."""
         self.seed, self.began = seed, time.monotonic()
         self.pipe.send(seed)
 
     def outcome(self) -> tuple[str, str] | None:
-        """Kind and outcome of its case, None while it runs."""
+        """Return the kind and outcome of the case, or None while it runs."""
         kind = list(KINDS)[self.seed % len(KINDS)]
         if self.pipe.poll():
             try:
@@ -369,20 +372,20 @@ class Worker:
 
 
 def serve(pipe: Any, originals: Path) -> None:
-    """Runs the cases whose seeds come through the pipe."""
+    """Run the cases whose seeds come through the pipe."""
     jax.config.update("jax_disable_most_optimizations", True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Panics print themselves.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Panics print to stderr.
     pipe.send("ready")
     while True:
         seed = pipe.recv()
-        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)  # Ends the process, in whatever library it is.
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)  # The signal ends the process inside any library.
         outcome = run_case(originals, seed)
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send(outcome)
 
 
 def run_many(originals: Path, seeds: range) -> Iterator[tuple[int, str, str]]:
-    """Seed, kind and outcome of each case, as they end."""
+    """Yield seed, kind and outcome of each case, as they end."""
     left, busy = iter(seeds), []
     for worker in (Worker(originals) for _ in range(PROCESSES)):
         if (seed := next(left, None)) is not None:
@@ -401,7 +404,7 @@ def run_many(originals: Path, seeds: range) -> Iterator[tuple[int, str, str]]:
 
 
 def main() -> int:
-    """Prints counts by kind, and the seed and the error of each failure."""
+    """Print counts by kind, and the seed and error of each failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
@@ -421,7 +424,7 @@ def main() -> int:
 
 
 def table(counts: Counter[tuple[str, str]]) -> str:
-    """Cases so far by kind and end."""
+    """Return a table of the cases so far by kind and outcome."""
     ends = ("loaded", "refused", "failed")
     rows = ["".join(f"{counts[kind, end]:8}" for end in ends) for kind in KINDS]
     lines = [f"{kind:10}{row}" for kind, row in zip(KINDS, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""What a `coded` payload makes of numbers, by plain NumPy in float64."""
+"""Reference of a `coded` payload in NumPy, in float64."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from kernels_pallas.encode import reaches_tried
 from zdc_jax.cache.gaussian_codes import gaussian_distortion, turn
 
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
-"""Of the codes 0 to 254 of a reach."""
+"""Scales of the codes 0 to 254."""
 
 
 def emulated(x: np.ndarray, blocks: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """x [..., C] as it arrives: each block turned, at the nearest of its levels, and turned back."""
+    """Return x [..., C] as it arrives: rotated by blocks, rounded to its nearest levels, and rotated back."""
     x = np.asarray(x, np.float64)
     width = x.shape[-1]
     x = np.concatenate([x, np.zeros((*x.shape[:-1], sum(size for size, _ in blocks) - width))], -1)
@@ -24,7 +24,7 @@ def emulated(x: np.ndarray, blocks: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 
 def _nearest(x: np.ndarray, bits: int) -> np.ndarray:
-    """Odd multiples of reach/2^bits, for the reach that errs least of those that are tried."""
+    """Round to odd multiples of scale/2^bits, with the best scale of those that are tried."""
     largest = np.abs(x).max(-1, keepdims=True).astype(np.float32).view(np.int32)
     best, least = np.zeros_like(x), np.full((*x.shape[:-1], 1), np.inf)
     for code in reaches_tried(largest, bits, x.shape[-1]):

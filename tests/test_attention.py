@@ -1,4 +1,4 @@
-"""The attention contract: every implementation against the plain reference in float64."""
+"""Attention contract: every implementation compared with the plain reference in float64."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def truth(q, k, v, **options):
 
 
 def near_keys(k, v, sinks, window):
-    """Whole sequences: sinks, an empty past of `window`, own tokens."""
+    """Return near keys of whole sequences: sinks, an empty past of `window`, own tokens."""
     B, T, K, _ = k.shape
 
     # Absent keys hold large junk, which must not leak.
@@ -56,7 +56,7 @@ def run(q, k, v, qk_rank, v_rank, sinks, window):
 
     near = near_keys(k, v, sinks, window) if sinks or window else None
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    # A program of its own each time: blocks of queries depend on what tests change.
+    # Each call compiles a program of its own, because tests change the blocks of queries.
     attention = jax.jit(partial(xla_attention, scale=H**-0.5, sinks=sinks, window=window))
     q = jnp.asarray(q if near is not None else q[..., :qk_rank])
     return attention(q, whole(k, qk_rank), whole(v, v_rank), positions, near=near)
@@ -116,7 +116,7 @@ def test_explicit_cudnn_never_falls_back():
 
 @pytest.mark.parametrize(("backend", "queries"), [("cpu", 1024), ("gpu", 65536), ("tpu", 65536)])
 def test_queries_at_a_time_on_any_device(backend, queries, monkeypatch):
-    """So many that logits of 1024 keys, 4 bytes each, take 4 MiB on a CPU and 256 MiB elsewhere."""
+    # Logits of 1024 keys, 4 bytes each, take 4 MiB on a CPU and 256 MiB elsewhere.
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert xla.query_block(1024, 10**6) == queries
 

@@ -1,4 +1,4 @@
-"""`Basis`: inverse maps, model check, and the folder it is saved in."""
+"""Class `Basis`: inverse maps, model check, and saved folder."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_replaced_map_gets_its_own_inverse():
         {f"{name}_rms": np.full((2, 3, 4), 2.5) for name in "qkv"},
         {"key_mean": np.ones((2, 3, 4)), "value_mean": np.full((2, 3, 4), 2.0)},
         {"qk_kind": "pairs", "pairs": np.tile(np.array([1, 0], np.int32), (2, 3, 1))},
-        # A transposed view: what is stored must be its values, not its memory.
+        # In a transposed view, the stored data must be its values, not its memory.
         {"k_map": np.random.default_rng(2).normal(size=(2, 3, 4, 4)).swapaxes(-1, -2)},
     ],
 )
@@ -101,7 +101,7 @@ def test_a_folder_from_before_root_mean_squares_were_kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["k_map", "v_map", "key_mean", "value_mean", "pairs"])
 def test_the_hash_tells_coordinates_apart(tmp_path, name):
-    """Of whatever changes them, and of nothing else; it is the same after loading."""
+    # The hash changes only with the coordinates, and stays the same after loading.
     basis = make(key_mean=np.ones((2, 3, 4)), pairs=np.zeros((2, 3, 2), np.int32))
     value = getattr(basis, name)
     changed = np.ones((2, 3, 4)) if value is None else value.copy()

@@ -1,4 +1,4 @@
-"""Every method of keeping keys and values against the contract of `cache_contract`."""
+"""Every cache method under the contract of `cache_contract`."""
 
 from collections.abc import Callable
 
@@ -9,26 +9,26 @@ import pytest
 from cache_contract import BLOCK, CAPACITY, FAST, METHODS, PIECE, ROWS, Stack, is_aligned, specs_of, stack
 
 WHOLE = [[PIECE] * ROWS] * 2
-"""All tokens in two pieces."""
+"""Schedule of all tokens in two chunks."""
 RAGGED = [[24, 8, 16], [8, 24, 16], [1, 1, 1], [0, 1, 1], [1, 0, 1]]
-"""Rows that begin and end where blocks do; then single tokens, of some rows at a time."""
+"""Schedule in which rows begin and end with blocks, then add single tokens to some rows at a time."""
 ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
-"""Rows that begin and end anywhere, for methods that let them."""
+"""Schedule in which rows begin and end anywhere, for methods that support it."""
 PAGE = 16
-"""Tokens of a page: a multiple of what any method codes together."""
+"""Tokens of a page: a multiple of any method's block."""
 MATRIX = pytest.mark.matrix(*FAST)
-"""The same methods for all tests, so that each program is compiled once."""
+"""Selects the same methods for all tests, so that each program compiles once."""
 ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
 
 
 @pytest.fixture(scope="module", params=METHODS)
 def it(request) -> Stack:
-    """A method; the tests of one come together, for they share compiled programs."""
+    """Return a method. Tests of one method run together, since they share compiled programs."""
     return stack(request.param)
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> None:
-    """Equal where `expected` is a number, to a few float32 roundings of the largest."""
+    """Assert equality where `expected` is not NaN, within a few float32 roundings of the largest."""
     there = ~np.isnan(expected)
     assert there.any()
     error = np.abs(found - expected)[there].max()
@@ -36,7 +36,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5
 
 
 def of_inputs(seed: int) -> Callable[[Callable[[Stack, np.ndarray], None]], Callable[[Stack], None]]:
-    """A test of a method on its inputs of that seed, and on others while it fails: see `Stack.attempts`."""
+    """Run a test on a method's inputs of that seed, and on others while it fails; see `Stack.attempts`."""
 
     def on_inputs(test: Callable[[Stack, np.ndarray], None]) -> Callable[[Stack], None]:
         def tried(it: Stack) -> None:
@@ -70,7 +70,7 @@ def test_chunked_is_whole(it, x):
 @MATRIX
 @of_inputs(seed=1)
 def test_a_ragged_row_is_what_it_is_alone(it, x):
-    """Alone: all other rows are empty."""
+    # Alone means that all other rows are empty.
     it.declares("ragged")
     for schedule in [RAGGED] if is_aligned(it.specs) else [RAGGED, ANYWHERE]:
         together = it.run(x, schedule)
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_which_it_is(it, x):
     it.declares("order")
     turned = [2, 0, 1]
     schedule = [[new[row] for row in turned] for new in RAGGED]
-    # Not to the last bit: on some processors a product's rows are summed in another order where they stand.
+    # The last bit may differ: some processors sum a product's rows in another order by place.
     assert_same(it.run(x[turned], schedule), it.run(x, RAGGED)[turned])
 
 
@@ -127,20 +127,20 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it, x):
 @MATRIX
 @of_inputs(seed=5)
 def test_rows_in_pages_are_rows(it, x):
-    """Pages of all rows are mixed in one pool; those that a row has not reached are named by any number."""
+    # Pages of all rows share one pool in random order. Entries for positions not reached are arbitrary.
     it.declares("pages")
     pages = CAPACITY // PAGE
     table = np.random.default_rng(0).permutation(2 * ROWS * pages)[: ROWS * pages].reshape(ROWS, pages)
     paged = it.in_pages(PAGE, table)
     for schedule in (RAGGED, ANYWHERE):
-        # Stores that are rounded up to kernels' sizes have other sums of zeros.
+        # Stores that are padded to kernels' sizes have other sums of zeros.
         assert_same(paged.run(x, schedule), it.run(x, schedule))
 
 
 @MATRIX
 @of_inputs(seed=9)
 def test_a_cache_can_be_filled_to_the_last_slot(it, x):
-    """Also by a piece whose padding would stand past the end."""
+    # A chunk's padding may also reach past the end.
     found = it.run(x, [[24, 24, 24], [16, 16, 16], [8, 7, 8], [0, 1, 0]])
     whole = it.whole(x)
     assert_same(found[0], whole[0])
@@ -152,9 +152,9 @@ def test_a_cache_can_be_filled_to_the_last_slot(it, x):
 @MATRIX
 @of_inputs(seed=6)
 def test_zeros_and_one_huge_outlier(it, x):
-    """Tokens of zeros and one a thousand times larger than others are tokens like these."""
+    # Tokens of zeros and one that is a thousand times larger need no special treatment.
     x[0, :24], x[1, 5], x[2, 30] = 0, 0, 1000 * x[2, 30]
     found = it.run(x, WHOLE)
     assert np.isfinite(found).all()
-    # Scores with the outlier are so large that their rounding alone moves weights by thousandths.
+    # Scores with the outlier are so large that their rounding alone changes weights by thousandths.
     assert_same(found, it.whole(x), 1e-4)

@@ -1,4 +1,4 @@
-"""The converted folder: what is written is read back, damage is named, and it is complete or absent."""
+"""Converted folder: equal when read back, damage refused by name, and either complete or absent."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def write(path: Path, config: ModelConfig = LLAMA, *, seed: int = 0, overwrite: 
 
 
 def interrupt(path: Path, error: BaseException | type[BaseException], *, overwrite: bool = False) -> None:
-    """Writes one item, then fails."""
+    """Write one item, then fail."""
     with CheckpointWriter(path, overwrite=overwrite) as writer:
         writer.write_embeddings(parameters(LLAMA, 1)["embeddings"])
         raise error
@@ -106,7 +106,7 @@ def test_no_prompt_is_cut_or_padded(tmp_path):
 
 
 def make_old(path: Path, **changes: object) -> None:
-    """Rewrites the manifest as the first releases wrote it, without hashes of itself and of files."""
+    """Rewrite the manifest in the format of the first releases, without hashes of itself and of files."""
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["checksum"], manifest["files"]
     (path / MANIFEST).write_text(json.dumps(manifest | {"format_version": 1} | changes))
@@ -117,7 +117,7 @@ def edit_config(path: Path, **changes: object) -> None:
 
 
 def describe_at_once(path: Path, num_layers: int) -> None:
-    """Rewrites the config as the first releases wrote it, with one description of all layers."""
+    """Rewrite the config in the format of the first releases, with one description of all layers."""
     config = json.loads((path / MANIFEST).read_text())["config"]
     rope = config.pop("layers")[0]["rope"]
     make_old(path, config=config | {"num_layers": num_layers, "rope": rope, "pre_norm": True})

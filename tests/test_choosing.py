@@ -1,4 +1,4 @@
-"""Caches that choose what they read, against loops in float64."""
+"""Caches that choose tokens, compared with loops in float64."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -26,7 +26,7 @@ CALL = Call(0.7)
 
 
 def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
-    """q [B, S, K G, H], k and v [B, S, K, H]; heads of a group at levels of their own."""
+    """Return q [B, S, K G, H], k and v [B, S, K, H]; heads of a group have different magnitudes."""
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(B, S, K * G, H)) * rng.uniform(0.5, 3, (K * G, 1))
     k = rng.normal(size=(B, S, K, H)) + rng.normal(size=(K, H))
@@ -39,7 +39,7 @@ def attend(spec: Choosing, state, q, k, v, positions, end):
 
 
 def run(spec: Choosing, q, k, v, pieces):
-    """Results [B, S, N, H] of tokens that come in `pieces`, and the last state."""
+    """Run chunks of tokens and return results [B, S, N, H] and the last state."""
     state, found, start = spec.create(B, S), [], 0
     for count in pieces:
         piece = slice(start, start + count)
@@ -52,7 +52,7 @@ def run(spec: Choosing, q, k, v, pieces):
 
 
 def whole(spec: LayerCacheSpec, q, k, v) -> Attended:
-    """Compiled anew at each call."""
+    """Attend to whole sequences, with a new compilation at each call."""
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
     compiled = jax.jit(lambda q, k, v: spec.attend_whole(q, k, v, positions, None, CALL))
     return compiled(*map(jnp.asarray, (q, k, v)))
@@ -64,14 +64,14 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def page_score(spec: Choosing, q: np.ndarray, keys: np.ndarray) -> float:
-    """Of one query head and the keys [page, R] of a page."""
+    """Score the keys [page, R] of a page for one query head."""
     if isinstance(spec, LeadingScores):
         return q[: spec.index] @ keys[0, : spec.index]
     return sum(max(q[i] * x for x in keys[:, i]) for i in range(spec.R))
 
 
 def chosen_by_loops(spec: Choosing, q: np.ndarray, k: np.ndarray, t: int) -> list[int]:
-    """Far tokens that the query heads q [G, R] at position t read of the keys k [S, R]."""
+    """Return the far tokens that query heads q [G, R] at position t read of the keys k [S, R]."""
     far = range(spec.sinks, t - spec.window + 1)
     pages = sorted({j // spec.page for j in far})
     if not pages:
@@ -85,7 +85,7 @@ def chosen_by_loops(spec: Choosing, q: np.ndarray, k: np.ndarray, t: int) -> lis
 
 @cache
 def by_loops(spec: Choosing) -> np.ndarray:
-    """Results [B, S, N, H] of `tokens()`."""
+    """Compute results [B, S, N, H] of `tokens()`."""
     q, k, v = (x.astype(np.float64) for x in tokens())
     o = np.zeros((B, S, K * G, H))
     for b, t, head in np.ndindex(B, S, K):
@@ -116,7 +116,7 @@ def test_queries_read_what_loops_choose(spec, pieces):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.matrix
 def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
-    """What is not chosen may be no number at all."""
+    # Tokens that are not chosen may be NaN.
     q, k, v = tokens(1)
     expected, _ = run(spec, q, k, v, [20, 23, 1])
     _, state = run(spec, q[:, :-1], k[:, :-1], v[:, :-1], [20, 23])
@@ -128,7 +128,7 @@ def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
         poisoned[b, head, [j // spec.page * spec.page + i for j in read for i in range(spec.page)]] = False
     assert poisoned.sum(-1).min() >= S - spec.read - 1
     far = state.far._replace(v=jnp.where(poisoned[..., None], jnp.nan, state.far.v))
-    if isinstance(spec, PageBounds):  # Loki's index are keys themselves.
+    if isinstance(spec, PageBounds):  # Loki's index is the keys themselves.
         far = far._replace(k=jnp.where(poisoned[..., None], jnp.nan, far.k))
     last, end = jnp.full((B, 1), S - 1), jnp.full(B, S)
     done = attend(spec, replace(state, far=far), *(jnp.asarray(x[:, -1:]) for x in (q, k, v)), last, end)

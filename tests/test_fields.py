@@ -1,4 +1,4 @@
-"""What a field's annotation allows, and that everything else is refused by name."""
+"""Annotations of fields: allowed values, and refusals of all others by name."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""What is old stays until the new is whole; JSON of any depth is read or refused."""
+"""Atomic replacement of files and folders, and JSON of any depth, which is read or refused."""
 
 from pathlib import Path
 

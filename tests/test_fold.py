@@ -1,4 +1,4 @@
-"""Folding commutes with the layer it is folded into, for random shapes, weights and bases, in float64."""
+"""Folding, which must not change its layer, for random shapes, weights and bases, in float64."""
 
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import block_diag
 
-from convert.calibration.make_basis import pair_map
+from convert.calibration.make_basis import make_pair_map
 from zdc_jax.basis import Basis
 from zdc_jax.cache.gaussian_codes import turn
 from zdc_jax.config import ModelConfig
@@ -24,7 +24,7 @@ T = 7
 
 
 class Layer(NamedTuple):
-    """One random attention layer, its input, and a well-conditioned basis no calibration would give."""
+    """A random attention layer, its input, and a well-conditioned random basis."""
 
     config: ModelConfig
     weights: dict[str, np.ndarray]
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
         return np.einsum("TD,DNH->TNH", self.x, weights[name]) + weights.get(f"{name}_bias", 0)
 
     def attend(self, weights, q, k) -> np.ndarray:
-        """Output of the layer, causal, from these queries and keys."""
+        """Return the layer's causal output for these queries and keys."""
 
         def share(x):
             return np.repeat(x, self.config.group_size, axis=1)
@@ -64,7 +64,10 @@ class Layer(NamedTuple):
         return np.einsum("TNZ,NZD->TD", o, weights["o"]) + weights.get("o_bias", 0)
 
     def turned(self, x, frequencies=None) -> np.ndarray:
-        """Rotary embedding of x [T, N, H] in float64: of halves, or of interleaved pairs at `frequencies`."""
+        """Apply rotary embedding to x [T, N, H] in float64.
+
+        With `frequencies`, pairs are interleaved; otherwise they are in halves.
+        """
         H, woven = x.shape[-1], frequencies is not None
         angles = frequencies if woven else rope_frequencies(self.config.layers[0].rope, H, T)
         a, b = (x[..., 0::2], x[..., 1::2]) if woven else (x[..., : H // 2], x[..., H // 2 :])
@@ -74,14 +77,14 @@ class Layer(NamedTuple):
 
 
 def random_basis(rng, K: int, H: int, center: bool, pairs: bool) -> Basis:
-    # A rotation, scaled: condition number at most 4.
+    # A scaled rotation has a condition number of at most 4.
     def draw():
         return np.linalg.qr(rng.normal(size=(1, K, H, H)))[0] * rng.uniform(0.5, 2, (1, K, 1, H))
 
     order = np.stack([rng.permutation(H // 2) for _ in range(K)])[None].astype(np.int32)
     unused = np.zeros((1, K, H))
     return Basis(
-        k_map=pair_map(order) if pairs else draw(),
+        k_map=make_pair_map(order) if pairs else draw(),
         v_map=draw(),
         qk_kind="pairs" if pairs else "balanced",
         vo_kind="balanced",
@@ -128,7 +131,7 @@ def test_projections_come_out_rotated(shape, seed, biases):
 @random_layers
 @given(shape=shapes, seed=seeds, biases=st.booleans(), center=st.booleans())
 def test_folded_layers_are_the_same_function(shape, seed, biases, center):
-    """Whole outputs, so that centred values must come back in the bias, and centred keys not matter."""
+    # Whole outputs show that centred values return in the bias, and that centred keys do not matter.
     layer = Layer.draw(OPT, shape, seed, biases=biases, center=center)
 
     def output(weights):
@@ -143,7 +146,7 @@ def test_folded_layers_are_the_same_function(shape, seed, biases, center):
 @random_layers
 @given(shape=shapes, seed=seeds, center=st.booleans())
 def test_scores_only_lose_what_softmax_ignores(shape, seed, center):
-    """Scores are equal; centring takes q·μ off a whole row of them."""
+    # Scores are equal, except that centring subtracts q·μ from a whole row of them.
     layer = Layer.draw(OPT, shape, seed, biases=True, center=center)
 
     def share(x):
@@ -165,7 +168,7 @@ def test_scores_only_lose_what_softmax_ignores(shape, seed, center):
 @given(shape=shapes, seed=seeds, kept=st.tuples(st.integers(0, 16), st.integers(0, 16)), center=st.booleans())
 @pytest.mark.parametrize("family", [OPT, LLAMA], ids=lambda config: config.family)
 def test_ranks_are_nested(family, shape, seed, kept, center):
-    """Weights of a lower rank are a prefix of those at full rank; what is not cut is equal."""
+    # Weights of a lower rank are a prefix of those at full rank; other weights are equal.
     layer = Layer.draw(family, shape, seed, biases=True, center=center)
     qk, v = (min(rank, layer.config.head_dim) for rank in kept)
     full, cut = layer.fold(), layer.fold(qk, v)
@@ -202,7 +205,7 @@ def test_post_rope_rotates_after_the_rotary_embedding(shape, seed, biases, cente
 @given(shape=shapes, seed=seeds, part=st.integers(1, 5), center=st.booleans())
 @pytest.mark.parametrize("family", [OPT, LLAMA], ids=lambda config: config.family)
 def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center):
-    """A turn of a block mixes its coordinates alone, so that ranks between blocks keep what they kept."""
+    # A block's rotation only mixes its own coordinates, so ranks at block ends keep the same part.
     layer = Layer.draw(family, shape, seed, biases=True, center=center)
     H = layer.config.head_dim
     first = min(part, H - 1)
@@ -221,7 +224,7 @@ def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center)
 
 
 def test_rotations_stay_inverse_in_bfloat16():
-    """Within what float16 can lose of each product; rounding to bfloat16 loses eight times as much."""
+    # The error of each product is at most float16 rounding; bfloat16 would have eight times as much.
     layer = Layer.draw(LLAMA, (2, 3, 16, 8), 0)
     stored = cast(layer.fold(), jnp.dtype("bfloat16"))
     a_q, a_k = (stored[name].astype(np.float64) for name in ("q_rotation", "k_rotation"))
@@ -239,7 +242,7 @@ def test_pairs_are_not_turned():
 @random_layers
 @given(shape=shapes, seed=seeds, biases=st.booleans(), center=st.booleans())
 def test_pairs_commute_with_the_rotary_embedding(shape, seed, biases, center):
-    """Rotate halves, then permute = permute into interleaved pairs, then rotate at the stored frequencies."""
+    # Rotating halves and permuting equals permuting into pairs and rotating at the stored frequencies.
     layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center, pairs=True)
     old, new, G = layer.weights, layer.fold(), layer.config.group_size
     assert placement(layer.config.layers[0], layer.basis) == "pairs"

@@ -1,4 +1,4 @@
-"""Which way imports go, file by file, and what serving loads."""
+"""Directions of imports, file by file, and the modules that serving loads."""
 
 import ast
 import subprocess
@@ -57,19 +57,21 @@ ALLOWED = {
     "convert": WHOLE,
     "benchmarks": f"{WHOLE} convert zdc_jax.engine.scheduler",
 }
-"""Rooms, from the ground up, and what each may import beside itself; a name stands for all below it that have
-no row of their own."""
+"""Packages from the ground up, and what each may import besides itself.
+
+A name covers all modules below it that have no row of their own.
+"""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Dotted names and files of all modules."""
+    """Yield dotted names and files of all modules."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports, in functions too."""
+    """Yield dotted names of all that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -79,14 +81,14 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def room(name: str) -> str | None:
-    """The row of the table that a module is in; None for other people's."""
+    """Return the table's name that covers a module, or None for third-party modules."""
     while name and name not in ALLOWED:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def may_import(importer: str, target: str) -> bool:
-    """Whether the table lets a module import another."""
+    """Return whether the table lets a module import another."""
     inside, other = room(importer), room(target)
     if other is None or other == inside:
         return True
@@ -126,7 +128,7 @@ def test_the_table_knows_what_is_not_allowed(importer, target):
 
 
 def test_serving_imports_none_of_the_tools():
-    """Nor does it in functions."""
+    # Imports inside functions count too.
     offline = ("zdc_jax.evaluation", "zdc_jax.planning", "convert", "benchmarks")
     serving = [path for name, path in modules() if room(name) not in offline]
     assert not {name for path in serving for name in imported(path) if name.split(".")[0] in TOOLS}
@@ -160,7 +162,7 @@ def test_all_packages_are_in_the_wheel():
 
 
 def test_the_tools_are_an_extra():
-    """And `zdc` looks for all of them."""
+    # `zdc` checks for the same list.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def names(requirements):

@@ -1,4 +1,4 @@
-"""Keys kept as latents from before the rotary embedding, against NumPy in float64."""
+"""Keys stored as latents from before the rotary embedding, compared with NumPy in float64."""
 
 from dataclasses import replace
 
@@ -33,14 +33,14 @@ def palu(config: ModelConfig = SHORT, qk: int = R, v: int = Z, **near: int) -> C
 
 
 def turned(x: np.ndarray, sign: int = 1) -> np.ndarray:
-    """Rotary embedding of x [B, T, N, H] at positions 0, 1, … as multiplication by complex numbers."""
+    """Apply rotary embedding to x [B, T, N, H] at positions 0, 1, … as multiplication by complex numbers."""
     angles = np.arange(x.shape[1])[:, None] * 10_000.0 ** -(np.arange(H // 2) / (H // 2))
     y = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(sign * 1j * angles)[:, None]
     return np.concatenate([y.real, y.imag], -1)
 
 
 def by_loops(layer: dict, basis, x: np.ndarray) -> np.ndarray:
-    """Attention's result [B, S, N, H] in coordinates of the basis of values."""
+    """Compute attention's result [B, S, N, H] in the coordinates of the basis of values."""
     weights = {name: np.asarray(value, np.float64) for name, value in layer["attention"].items()}
     q, k, v = (np.einsum("BTD,DNH->BTNH", x, weights[name]) for name in "qkv")
     A, C = basis.k_latent[0][:, :, :R], basis.v_map[0]

@@ -1,4 +1,4 @@
-"""The page of methods names every method with its settings and their defaults."""
+"""Page of methods, which must name every method with its settings and their defaults."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""A small sample of `mutations.py`: damaged input ends in a named error, or harms nothing."""
+"""Sample of `mutations.py`: damaged input ends in a named error or does no harm."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undamaged folders and plans."""
+    """Return a folder with the undamaged folders and plans."""
     folder = tmp_path_factory.mktemp("originals")
     mutations.prepare(folder)
     return folder
@@ -18,7 +18,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", mutations.KINDS)
 @pytest.mark.matrix("gguf")
 def test_damage_is_refused_or_harmless(kind, originals, monkeypatch):
-    monkeypatch.setattr(mutations, "use", lambda model: None)  # Compiles; that is for the long trial.
+    monkeypatch.setattr(mutations, "use", lambda model: None)  # `use` compiles.
     first, step = list(mutations.KINDS).index(kind), len(mutations.KINDS)
     outcomes = {seed: mutations.run_case(originals, seed)[1] for seed in range(first, 30 * step, step)}
     assert {seed: end for seed, end in outcomes.items() if end not in ("loaded", "refused")} == {}
@@ -26,7 +26,7 @@ def test_damage_is_refused_or_harmless(kind, originals, monkeypatch):
 
 
 def test_another_model_is_taken_for_silent_damage(originals, monkeypatch):
-    """The trial itself: a load that gives other weights fails, an unnamed error too."""
+    # This checks the harness: a load with other weights must fail, and so must an unnamed error.
     folder_seed = list(mutations.KINDS).index("folder")
     monkeypatch.setattr(mutations, "mutate_folder", lambda *_: None)
     assert mutations.run_case(originals, folder_seed) == ("folder", "loaded")

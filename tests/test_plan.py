@@ -1,4 +1,4 @@
-"""Plans: what is possible, what is refused, what is written, what it weighs."""
+"""Compression plans: possible plans, refusals, files, and sizes."""
 
 import json
 from dataclasses import replace
@@ -69,7 +69,8 @@ CLASSES = TokenClasses((0, 2), (0.25, 0.5), (LayerRanks(32, 32),) * 3)
 
 @pytest.mark.parametrize("classes", [None, CLASSES])
 def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
-    """Those of a calibrated model; others have no basis to name. Saved again, they are of this version."""
+    # Only plans of calibrated models get one, since others have no basis to name. A plan saved again has
+    # the current version.
     path, plan = tmp_path / "old.json", CompressionPlan.uniform(LLAMA, qk=16, v=16)
     plan = replace(plan, classes=classes)
     value = plan.to_json() | {"format_version": 1}
@@ -85,7 +86,7 @@ def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
 
 
 def test_settings_of_single_layers_are_kept(tmp_path):
-    """In the layer's line; a layer without takes the plan's."""
+    # They are in the layer's line, and a layer without settings has the plan's.
     path, own = tmp_path / "plan.json", methods.settings_from_json("coded", {"bits_k": 3, "index": 8})
     layers = LayerRanks(16, 32, settings=own), LayerRanks(0, 0), LayerRanks(32, 32)
     plan = CompressionPlan(layers, 2, 32, window=8, method="coded")
@@ -142,7 +143,7 @@ def test_settings_of_another_method_are_refused():
     [
         *("", "{", "[]", "[" * 10**5, '{"format_version": 3}', '{"format_version": 1}'),
         '{"format_version": 2, "layers": [3]}',
-        # Ranks up to such a head dim must not be listed.
+        # Ranks up to this head dim must not be enumerated.
         '{"format_version": 2, "layers": [{"qk": 8, "v": 8}], "num_kv_heads": 1, "head_dim": 2147483647}',
     ],
 )
@@ -201,7 +202,7 @@ def test_missing_file_and_unknown_field_are_refused(tmp_path):
     ],
 )
 def test_broken_files_are_told_what_is_wrong(tmp_path, change, message):
-    """None: the field is left out."""
+    # A change to None removes the field.
     path = tmp_path / "plan.json"
     value = CompressionPlan.full(LLAMA).to_json() | {"method": "kivi", "window": 32} | change
     path.write_text(json.dumps({name: item for name, item in value.items() if item is not None}))
@@ -215,7 +216,7 @@ def test_shares_of_classes_are_numbers():
 
 
 def test_bytes_of_the_published_example():
-    """R=16, Z=32 of 64, window 128, 4 sinks (8 rows), 4096 tokens: 39.6 % of dense."""
+    # R=16, Z=32 of 64, window 128, 4 sinks (8 slots), 4096 tokens: 39.6 % of dense.
     plan = CompressionPlan((LayerRanks(16, 32),) * 12, 3, 64, sinks=4, window=128)
     dense = CompressionPlan((LayerRanks(64, 64),) * 12, 3, 64)
     by_hand = 12 * 3 * 2 * (4096 * (16 + 32) + 136 * (48 + 32)) + 4

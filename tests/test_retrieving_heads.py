@@ -1,4 +1,4 @@
-"""A cache with far tokens in some KV heads alone, against loops in float64."""
+"""Cache with far tokens in some KV heads only, compared with loops in float64."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The largest of many, beside `jax.lax.top_k`."""
+"""Selection of the largest of many, compared with `jax.lax.top_k`."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ numbers = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(x=arrays(np.float32, (3, 17), elements=numbers), count=st.sampled_from([1, 5, 16, 17, 40]))
 def test_are_those_of_top_k(x, count):
-    """Ties and both zeros among them: of equal numbers those that come first."""
+    # Inputs have ties and both zeros. Of equal numbers, the first are selected.
     indices = np.asarray(jax.lax.top_k(jnp.asarray(x) + 0.0, min(count, 17))[1])
     expected = np.zeros(x.shape, bool)
     np.put_along_axis(expected, indices, True, axis=-1)

@@ -1,4 +1,4 @@
-"""The checks of shapes that the other tests rely on."""
+"""Checks of shapes that the other tests rely on."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that a model may come with."""
+"""Tokenizers of every kind that a model may have."""
 
 import lzma
 from pathlib import Path
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 def byte_tokenizer(vocab: int) -> Tokenizer:
-    """A character a token; the ids of a tiny model's vocabulary."""
+    """Return a tokenizer with one character per token, for the vocabulary of a tiny model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -18,7 +18,7 @@ def byte_tokenizer(vocab: int) -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2's: pieces that begin with a space, and a token for each byte of what they lack."""
+    """Return a tokenizer like Llama 2's: words that begin with a space, and bytes for all other text."""
     words = ["▁the", "▁old", "▁man", "▁It", "▁is", "é", "▁", "▁▁", *"saidntocf'"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     scores = [("<unk>", 0.0), *((piece, -5.0) for piece in bytes_), *((word, -1.0) for word in words)]
@@ -31,21 +31,21 @@ def sentencepiece() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As T5's: the decoder itself strips the first space."""
+    """Return a tokenizer like T5's, whose decoder strips the first space itself."""
     tokenizer = sentencepiece()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
 
 def demo() -> Tokenizer:
-    """Byte-level BPE of 4096 tokens."""
+    """Return a byte-level BPE tokenizer of 4096 tokens."""
     return Tokenizer.from_file(
         str(Path(__file__).parents[1] / "convert" / "demo_checkpoint" / "tokenizer.json")
     )
 
 
 def gpt_neox() -> Tokenizer:
-    """Byte-level BPE with added tokens that are not special."""
+    """Return a byte-level BPE tokenizer with added tokens that are not special."""
     if (folder := reference_data()) is None:
         pytest.skip("reference data absent")
     with lzma.open(folder / "tokenizers" / "gpt_neox_20b_tokenizer.json.xz", "rt", encoding="utf-8") as file:
@@ -53,7 +53,7 @@ def gpt_neox() -> Tokenizer:
 
 
 def chat_tokenizer() -> Tokenizer:
-    """Byte-level BPE of 97 tokens, the vocabulary of a tiny model; the first three are special."""
+    """Return a byte-level BPE tokenizer of 97 tokens, as in a tiny model; the first three are special."""
     special = ["<|im_start|>", "<|im_end|>", "</s>"]
     merges = ["th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ti", "es", "or", "te", "us", "se"]
     letters = [chr(ord(first) + i) for first in "aA" for i in range(26)]

@@ -277,7 +277,7 @@ class Observe(Run):
             for limit in SEARCHED:
                 best = Search(book, SearchOptions(limit)).run()
                 print(f"{self.name}: limit {limit} {best.bytes_share:.3f} {best.increase:+.4f}", flush=True)
-            seen = Observations.of(self.name, bench.config, bench.profile, book.trials)
+            seen = Observations.from_trials(self.name, bench.config, bench.profile, book.trials)
         (self.results / OBSERVATIONS.name).mkdir(parents=True, exist_ok=True)
         seen.save(self.results / OBSERVATIONS.name / f"{self.name}.json")
 
@@ -328,7 +328,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     at: Any = {"context": CONTEXT}
     plans = {"predicted": predictor.plan(config, profile, max_degradation=limit, **at)}
     for kind, book in bench.checks.items():
-        began, known = time.perf_counter(), len(book.seen)
+        began, known = time.perf_counter(), len(book.measurements)
 
         def measure(plan, book=book):
             return book.measure(plan).increase
@@ -336,7 +336,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
         plan = checked_plan(predictor.forecast(config, profile), measure, max_degradation=limit, **at)
         plans[kind] = plan or CompressionPlan.full(config)
         took = time.perf_counter() - began
-        print(f"{kind}: {len(book.seen) - known} more plans in {took:.0f} s", flush=True)
+        print(f"{kind}: {len(book.measurements) - known} more plans in {took:.0f} s", flush=True)
     return plans
 
 

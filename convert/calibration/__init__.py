@@ -1,1 +1,1 @@
-"""Text → moments → basis and profile of a converted folder."""
+"""Calibration: moments of text, and the basis and the profile of a converted folder."""

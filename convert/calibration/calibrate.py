@@ -1,4 +1,4 @@
-"""Calibration: text → moments of q, k, v, o → basis, stored in the converted folder (ZDC §4.3, §5.1)."""
+"""Calibration of a converted folder: moments of q, k, v, o on text, basis and profile (ZDC §4.3, §5.1)."""
 
 import logging
 import shutil
@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.calibration.collect_profile import collect_profile, whole_plan
@@ -39,64 +40,74 @@ logger = logging.getLogger("zdc_jax")
 QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
 
-MOST_CONTEXT = 8192
-"""Tokens of a window at most, where nothing is said."""
+MAX_CONTEXT = 8192
+"""Longest window unless `CalibrationOptions.context` asks for more, in tokens."""
 AUTO_WINDOWS = 4
 """Calibration windows on which `auto` compares bases."""
 FEW_TOKENS = 32_768
-"""Calibrated on fewer, a basis is poor."""
+"""Fewest tokens of text for an accurate basis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """What `calibrate` does; lengths and counts are in tokens."""
+    """Options of `calibrate`.
+
+    Attributes:
+      qk: Kind of the basis of Q and K. auto picks stacked or balanced by the lower perplexity on calibration
+        text.
+      vo: Kind of the basis of V and O. auto picks as for Q and K.
+      center: Subtract the means of keys and values first.
+      tokens: Tokens of text to read.
+      context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys
+        beyond this length in ways that calibration does not see.
+      batch: Windows to run at once, rounded up to a multiple of the devices.
+      seed: Seed that chooses the windows and the starting points of K-means.
+      reduction: Statistics of the text. moments: exact second moments of all tokens; kmeans: the paper's
+        method, which prunes sequences and clusters vectors.
+      prune: Share of each topic's windows that kmeans drops.
+      clusters: Centroids per head and per kind of vector for kmeans.
+      profile: Measure each layer's need for older tokens, on eight windows a layer. A search and
+        `choose_plan` require the profile.
+    """
 
     qk: QkChoice = "auto"
-    """Basis of Q and K; auto takes the lower calibration perplexity of stacked and balanced."""
     vo: VoChoice = "auto"
-    """Basis of V and O, likewise."""
     center: bool = False
-    """Take the means off keys and values first."""
     tokens: int = 1_000_000
-    """Tokens of text to read."""
-    context: int | None = None
-    """Length of the windows, that of the longest prompts where it can be; default the model's positions, at
-    most 8192. Rotary embeddings turn keys where calibration did not see them otherwise than where it did."""
+    context: Annotated[
+        int | None,
+        tyro.conf.arg(help_behavior_hint=f"(default: the model's positions, at most {MAX_CONTEXT})"),
+    ] = None
     batch: int = 1
-    """Windows at a time, rounded up to a multiple of the devices."""
     seed: int = 0
-    """Chooses the windows, and K-means' starts."""
     reduction: Literal["moments", "kmeans"] = "moments"
-    """Exact moments of all tokens, or the paper's route: prune sequences and cluster vectors."""
     prune: float = 0.5
-    """Share of each topic's windows that kmeans drops."""
     clusters: int = 1024
-    """Centroids per head and kind for kmeans."""
     profile: bool = True
-    """Measure what each layer needs of distant tokens, by eight windows a layer: searches for a plan and
-    `choose_plan` go by it."""
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("batch", 1), ("clusters", 1), ("seed", 0)):
             if (value := getattr(self, name)) < least:
-                raise CalibrationError(f"{name}={value} must be >= {least}")
+                raise CalibrationError(f"{name}={value}: must be at least {least}")
         if self.context is not None and self.context < 2:
-            raise CalibrationError(f"context={self.context} must be >= 2 tokens")
+            raise CalibrationError(f"context={self.context}: must be at least 2 tokens")
         if not 0 <= self.prune < 1:
-            raise CalibrationError(f"prune={self.prune} must lie in [0, 1), a share of the sequences")
+            raise CalibrationError(f"prune={self.prune}: must be in [0, 1), a share of the windows")
 
     def window_length(self, config: ModelConfig) -> int:
-        """Tokens a window for this model; raises `CalibrationError` beyond its positions."""
-        context = self.context or min(config.max_positions, MOST_CONTEXT)
+        """Return the window length for a model; raise `CalibrationError` if it exceeds the positions."""
+        context = self.context or min(config.max_positions, MAX_CONTEXT)
         if context > config.max_positions:
-            raise CalibrationError(f"{context=} exceeds the model's {config.max_positions} positions")
+            raise CalibrationError(
+                f"{context=}: exceeds the model's {config.max_positions} positions; choose fewer tokens"
+            )
         return context
 
     def check_model(self, config: ModelConfig) -> None:
-        """Raises `CalibrationError` where the basis asked for could not be folded into this model."""
+        """Raise `CalibrationError` if the requested basis cannot be folded into a model."""
         if self.qk == "pairs" and any(spec.qk_norm for spec in config.layers):
             raise CalibrationError(
-                f"qk={self.qk!r} does not fold past this model's norms of q and k; use 'balanced'"
+                f"qk={self.qk!r}: cannot be folded past the norms of q and k in this model; use 'balanced'"
             )
 
 
@@ -109,28 +120,32 @@ def calibrate(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Basis:
-    """Calibrates a converted folder on text and stores moments, profile and basis in it.
+    """Calibrate a converted folder on text and store moments, basis and profile in it.
+
+    Text of fewer than `FEW_TOKENS` tokens logs a warning.
 
     Args:
       path: folder written by `zdc convert`.
-      texts: files or folders, see `zdc_jax.evaluation.text.read_documents`; topics are folder names. Empty: a
-        new basis from the moments stored by an earlier calibration, and no profile.
-      overwrite: replace an existing basis and its profile; plans that were made with it do not load then.
+      texts: files or folders, see `zdc_jax.evaluation.text.read_documents`; topics are folder names. If
+        empty, the basis is made from the moments of an earlier calibration, and no profile is stored.
+      options: default `CalibrationOptions()`.
+      overwrite: replace an existing basis and its profile. Plans made with the old basis no longer load.
       dtype: dtype the model runs in; default that of the stored weights.
-      progress: show how far it has come, on standard error.
+      progress: show progress on standard error.
 
-    Texts of few tokens are logged as a warning.
+    Returns:
+      The stored basis.
 
     Raises:
-      CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written; a
-        basis exists and `overwrite` is False.
+      CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written;
+        or a basis exists and `overwrite` is False.
     """
     options = options or CalibrationOptions()
     checkpoint = Checkpoint.open(path)
     if not overwrite and (checkpoint.calibration_path / "basis").exists():
         raise CheckpointError(
-            f"{checkpoint.path} has a basis, and plans made with it load with no other; "
-            "pass --overwrite to replace it"
+            f"{checkpoint.path} is already calibrated, and plans made with its basis load with no other; "
+            "pass --overwrite to replace the basis"
         )
     context = options.window_length(checkpoint.config)
     options.check_model(checkpoint.config)
@@ -140,11 +155,14 @@ def calibrate(
     else:
         windows, topics = calibration_windows(checkpoint, texts, context, options)
         if windows.size < FEW_TOKENS:
-            few = f"{windows.size:,} tokens are few, at least {FEW_TOKENS:,} are needed for a good basis"
-            logger.warning(few)
+            logger.warning(
+                "calibrating on %s tokens only; an accurate basis needs at least %s",
+                f"{windows.size:,}",
+                f"{FEW_TOKENS:,}",
+            )
         began = time.perf_counter()
         network = load(path, dtype=dtype).network
-        assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
+        assert isinstance(network, Transformer)  # The model is not on a mesh.
         if options.reduction == "kmeans":
             moments = kmeans_moments(
                 network,
@@ -175,10 +193,10 @@ def calibrate(
     basis = replace(basis, record={**basis.record, **record, "center": options.center})
     profile = None
     if windows is not None and options.profile:
-        # Before anything is replaced: here it shows whether the basis can be used.
+        # Measured before anything is replaced, because an unusable basis fails here.
         profile = measured_profile(checkpoint, basis, windows, dtype=dtype, progress=progress)
     basis.save(checkpoint.calibration_path / "basis")
-    # A profile is of one basis: it goes where it is not measured anew.
+    # The old profile belongs to the old basis.
     shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
     if profile is not None:
         profile.save(checkpoint.calibration_path / "profile")
@@ -193,29 +211,35 @@ def measured_profile(
     dtype: str | None = None,
     progress: bool = False,
 ) -> Profile:
-    """Profile of the model in this basis."""
+    """Measure the profile of a model in a basis on `windows` [W, T]."""
     network = load(checkpoint.path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
-    assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
-    found = collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
-    return replace(found, basis=basis.coordinates_hash)
+    assert isinstance(network, Transformer)  # The model is not on a mesh.
+    profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
+    return replace(profile, basis=basis.coordinates_hash)
 
 
 def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:
-    """The folder's moments, and what the record of its basis says of them.
+    """Return the moments in a folder, and what the record of its basis says about them.
 
     Raises:
-      CheckpointError: no moments, or unreadable ones.
-      CalibrationError: they are another model's.
+      CheckpointError: the folder has no moments, or unreadable ones.
+      CalibrationError: the moments are of another model.
     """
     folder = checkpoint.calibration_path
+    if not (folder / "moments").exists():
+        raise CheckpointError(
+            f"{checkpoint.path} has no moments of an earlier calibration; "
+            f"run: zdc calibrate {checkpoint.path} TEXT"
+        )
     moments = Moments.load(folder / "moments")
     if moments.fingerprint != checkpoint.fingerprint:
         raise CalibrationError(
-            f"the moments are of model {moments.fingerprint!r}, this one is {checkpoint.fingerprint!r}"
+            f"{checkpoint.path} has moments of another model, {moments.fingerprint!r}, and holds model "
+            f"{checkpoint.fingerprint!r}; run: zdc calibrate {checkpoint.path} TEXT --overwrite"
         )
     record = Basis.load(folder / "basis").record if (folder / "basis").exists() else {}
-    kept = ("reduction", "seed", "topics", "seconds_moments")
-    return moments, {name: record[name] for name in kept if name in record}
+    names = ("reduction", "seed", "topics", "seconds_moments")
+    return moments, {name: record[name] for name in names if name in record}
 
 
 def calibration_windows(
@@ -225,10 +249,18 @@ def calibration_windows(
     options: CalibrationOptions,
     split: Split | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """About `options.tokens` tokens of the texts, or of a split of them, in windows [W, context]; topics."""
+    """Tokenize about `options.tokens` tokens of the texts or of one split of them.
+
+    Returns:
+      Windows [W, context], and the topic of each.
+
+    Raises:
+      CalibrationError: the folder has no tokenizer.
+      TextError: no text, or too little for one window.
+    """
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
-        raise CalibrationError(f"{checkpoint.path} has no tokenizer, so text cannot be read")
+        raise CalibrationError(f"{checkpoint.path} has no tokenizer, so it cannot read text")
     documents = read_documents(texts)
     return token_windows(
         documents if split is None else documents_of(split, documents),
@@ -248,25 +280,24 @@ def collect_moments(
     batch: int = 1,
     progress: bool = False,
 ) -> Moments:
-    """Exact second moments and sums of q, k, v, o over all tokens of `windows` [W, T], in one pass.
+    """Compute second moments and sums of q, k, v, o over all tokens of `windows` [W, T] in one pass.
 
-    Grams are accumulated in float32 from activations in the model's dtype; batches are sharded over the
-    devices present.
+    Activations in the model's dtype are accumulated in float32. Batches are sharded over all devices.
     """
     devices = jax.devices()
     batch = -(-batch // len(devices)) * len(devices)
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated = NamedSharding(mesh, PartitionSpec())
-    rows = NamedSharding(mesh, PartitionSpec("data"))
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network), replicated)
-    steps = range(0, len(windows), batch)
-    for start in track(steps, "moments", shown=progress):
-        piece = windows[start : start + batch]
-        weight = np.arange(batch) < len(piece)
-        whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
-        sums = add_moments(network, sums, jax.device_put(whole, rows), jax.device_put(weight, rows))
-        jax.block_until_ready(sums)  # What is shown is done, not only asked for.
+    starts = range(0, len(windows), batch)
+    for start in track(starts, "moments", shown=progress):
+        part = windows[start : start + batch]
+        weight = np.arange(batch) < len(part)
+        padded = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])
+        sums = add_moments(network, sums, jax.device_put(padded, sharded), jax.device_put(weight, sharded))
+        jax.block_until_ready(sums)  # Progress shows finished work, not dispatched work.
     host = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     return Moments(
         **host,
@@ -278,7 +309,7 @@ def collect_moments(
 
 
 def zero_sums(network: Transformer) -> dict[str, Array]:
-    """Empty sums for `add_moments`: q, k, v, o, k_before [L, K, H, H] and q_sum, … [L, K, H], float32."""
+    """Create sums for `add_moments`: q, k, v, o, k_before [L, K, H, H] and q_sum, … [L, K, H], float32."""
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
     grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in (*"qkvo", "k_before")}
@@ -289,10 +320,10 @@ def zero_sums(network: Transformer) -> dict[str, Array]:
 def add_moments(
     network: Transformer, sums: dict[str, Array], tokens: Array, weight: Array
 ) -> dict[str, Array]:
-    """Adds the moments of windows `tokens` [B, T] that have `weight` [B] 1 to the running sums."""
+    """Add the moments of windows `tokens` [B, T] to the sums; `weight` [B] is 0 for padding, else 1."""
     K = network.config.num_kv_heads
 
-    def tap(seen: Seen) -> dict[str, Array]:
+    def compute_grams(seen: Seen) -> dict[str, Array]:
         grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
         before = seen.attention.before_rope(
             seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -300,12 +331,12 @@ def add_moments(
         latent = {"k_before": _gram("k_before", before, weight, K)["k_before"]}
         return latent | {name: value for gram in grams for name, value in gram.items()}
 
-    new = observe(network, tokens, tap)
-    return {name: total + jnp.stack([seen[name] for seen in new]) for name, total in sums.items()}
+    layers = observe(network, tokens, compute_grams)
+    return {name: total + jnp.stack([layer[name] for layer in layers]) for name, total in sums.items()}
 
 
 def _gram(name: str, x: Array, weight: Array, num_kv_heads: int) -> dict[str, Array]:
-    """Gram matrix [K, H, H] and sum [K, H] of x [B, T, N or K, H], added over a group's heads."""
+    """Return the Gram matrix [K, H, H] and the sum [K, H] of x [B, T, N or K, H] over each group's heads."""
     B, T, _, H = x.shape
     x = x.reshape(B, T, num_kv_heads, -1, H) * weight[:, None, None, None, None].astype(x.dtype)
     with jax.default_matmul_precision("highest"):
@@ -322,9 +353,10 @@ def choose_basis(
     dtype: str | None = None,
     progress: bool = False,
 ) -> Basis:
-    """The basis of the options; `auto` takes, for QK and VO apart, the lower perplexity at half rank.
+    """Make the basis that the options ask for.
 
-    Without windows there is nothing to compare on: `auto` then means `balanced`.
+    `auto` picks the kind with the lower perplexity at half rank, for QK and VO separately. Without windows,
+    it means `balanced`.
     """
     output_weights = [
         np.asarray(checkpoint.layer(index)["attention"]["o"], np.float64)
@@ -335,8 +367,8 @@ def choose_basis(
     half = min(allowed_ranks(H), key=lambda rank: abs(rank - H / 2) if rank else H)
     halved = {"qk": {"qk": half, "v": H}, "vo": {"qk": H, "v": half}}
     default = {"qk": "balanced", "vo": "balanced"}
-    chosen = {"qk": options.qk, "vo": options.vo}
-    open_sides = [side for side, kind in chosen.items() if kind == "auto" and windows is not None]
+    requested = {"qk": options.qk, "vo": options.vo}
+    open_sides = [side for side, kind in requested.items() if kind == "auto" and windows is not None]
     perplexities: dict[str, dict[str, float]] = {side: {} for side in open_sides}
     candidates = [(side, kind) for side in open_sides for kind in ("balanced", "stacked")]
     for side, kind in track(candidates, "basis", shown=progress):
@@ -344,7 +376,7 @@ def choose_basis(
         plan = CompressionPlan.uniform(checkpoint.config, **halved[side])
         network = load(checkpoint.path, plan, basis=make(**default | {side: kind}), dtype=dtype).network
         perplexities[side][kind] = float(np.exp(window_nll(network, windows[:AUTO_WINDOWS]).mean()))
-    best = {side: min(found, key=found.__getitem__) for side, found in perplexities.items()}
-    fixed = {side: kind for side, kind in chosen.items() if kind != "auto"}
+    best = {side: min(values, key=values.__getitem__) for side, values in perplexities.items()}
+    fixed = {side: kind for side, kind in requested.items() if kind != "auto"}
     basis = make(**default | fixed | best)
     return replace(basis, record={**basis.record, "auto": perplexities, "auto_rank": half})

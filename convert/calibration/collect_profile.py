@@ -1,4 +1,4 @@
-"""Measures the `Profile` of a model on calibration text (ours)."""
+"""Measurement of a model's `Profile` on calibration text (ours)."""
 
 from dataclasses import replace
 from functools import cache
@@ -21,31 +21,31 @@ PROFILE_WINDOWS = 8
 """Calibration windows that the profile is measured on."""
 
 Cut = tuple[LayerRanks, int]
-"""What far pairs keep, and the window."""
+"""Ranks for tokens outside the window, and the window in tokens."""
 
 
 def whole_plan(config: ModelConfig) -> CompressionPlan:
-    """The plan of a network to profile: all coordinates, in the basis, and whole projections."""
+    """Return the plan of a network to profile: all coordinates of the basis, unsliced projections."""
     return replace(CompressionPlan.full(config), window=COST_WINDOW, sinks=SINKS)
 
 
 def collect_profile(
     network: Transformer, windows: np.ndarray, *, fingerprint: str, progress: bool = False
 ) -> Profile:
-    """Profile of a network of `whole_plan`, on the first few of `windows` [W, T], one at a time."""
+    """Measure the profile of a network loaded with `whole_plan`, on the first of `windows` [W, T]."""
     H, windows = network.config.head_dim, windows[:PROFILE_WINDOWS]
     near, ranks = windows_for(windows.shape[1]), rank_levels(H)[:-1]
-    measured, none = near[cost_window(near)], LayerRanks(0, 0)
-    cuts = [(none, window) for window in near]
-    cuts += [(LayerRanks(rank, H), measured) for rank in ranks]
-    cuts += [(LayerRanks(H, rank), measured) for rank in ranks]
-    entering, changes = _changes(network, windows, tuple(cuts), progress)
+    cost_tokens = near[cost_window(near)]
+    cuts = [(LayerRanks(0, 0), window) for window in near]
+    cuts += [(LayerRanks(rank, H), cost_tokens) for rank in ranks]
+    cuts += [(LayerRanks(H, rank), cost_tokens) for rank in ranks]
+    input_norms, changes = _measure_changes(network, windows, tuple(cuts), progress)
     by_window, by_rank = np.split(changes, [len(near)], axis=1)
-    whole = np.maximum(by_window[:, cost_window(near), None], 1e-12)
-    score_error, value_error = np.split(by_rank / whole, 2, axis=1)
+    without_far = np.maximum(by_window[:, cost_window(near), None], 1e-12)
+    score_error, value_error = np.split(by_rank / without_far, 2, axis=1)
     return Profile(
-        _far_nats(network, windows, measured, progress),
-        by_window / entering[:, None],
+        _measure_far_nats(network, windows, cost_tokens, progress),
+        by_window / input_norms[:, None],
         score_error,
         value_error,
         np.array(near, np.int32),
@@ -54,60 +54,69 @@ def collect_profile(
     )
 
 
-def _far_nats(network: Transformer, windows: np.ndarray, window: int, progress: bool) -> np.ndarray:
-    """[L]: the network runs under plans that cut off one layer; nothing else of a plan is in its weights."""
-    plan, found, H = network.plan, [], network.config.head_dim
+def _measure_far_nats(network: Transformer, windows: np.ndarray, window: int, progress: bool) -> np.ndarray:
+    """Measure the loss in nats per token [L] when one layer sees only its window.
+
+    The network runs under other plans than its own, which is sound because they have the same weights.
+    """
+    plan, losses, H = network.plan, [], network.config.head_dim
     dense = window_nll(network, windows).mean()
     try:
         layers = range(network.config.num_layers)
         for layer in track(layers, "profile of far attention", shown=progress):
             ranks = [LayerRanks(0, 0) if i == layer else LayerRanks(H, H) for i in layers]
             network.plan = CompressionPlan.of_layers(network.config, ranks, window=window, sinks=SINKS)
-            found.append(window_nll(network, windows).mean() - dense)
+            losses.append(window_nll(network, windows).mean() - dense)
     finally:
         network.plan = plan
-    return np.array(found)
+    return np.array(losses)
 
 
-def _changes(
+def _measure_changes(
     network: Transformer, windows: np.ndarray, cuts: tuple[Cut, ...], progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Norms, root of sums over all tokens: of what enters each layer [L], of how each cut changes what it
-    writes [L, C]."""
-    found = []
-    tap = _tap(cuts)
+    """Measure norms over all tokens.
+
+    Returns:
+      Norm of each layer's input [L], and norm of the change that each cut makes in a layer's output [L, C].
+    """
+    squares = []
+    tap = _make_tap(cuts)
     for tokens in track(list(windows), "profile of layers", shown=progress):
-        squares = observe(network, jnp.asarray(tokens[None]), tap)
-        found.append(np.stack(squares).astype(np.float64))
-    norms = np.sqrt(np.sum(found, axis=0))
+        layers = observe(network, jnp.asarray(tokens[None]), tap)
+        squares.append(np.stack(layers).astype(np.float64))
+    norms = np.sqrt(np.sum(squares, axis=0))
     return norms[:, 0], norms[:, 1:]
 
 
 @cache
-def _tap(cuts: tuple[Cut, ...]) -> Tap:
-    """Sums of squares over tokens [1 + C]: of what enters a layer, of how each cut changes what it writes.
+def _make_tap(cuts: tuple[Cut, ...]) -> Tap:
+    """Make a function of a layer that returns sums of squares over tokens, [1 + C].
 
-    A sliding-window layer sees no more than its window under any cut.
+    The sums are of the layer's input, and of the change that each cut makes in its output.
     """
 
-    def square(x):
+    def sum_squares(x: Array) -> Array:
         return jnp.square(x.astype(jnp.float32)).sum()
 
-    def tap(seen: Seen) -> Array:
+    def measure(seen: Seen) -> Array:
         attention, whole = seen.attention, seen.attention.output(seen.o)
-        squares = [square(seen.x)]
+        squares = [sum_squares(seen.x)]
         for ranks, window in cuts:
-            less = _attended(seen, ranks, window)
-            squares.append(square(attention.output(less) - whole))
+            o = _attend_with_cut(seen, ranks, window)
+            squares.append(sum_squares(attention.output(o) - whole))
         return jnp.stack(squares)
 
-    return tap
+    return measure
 
 
-def _attended(seen: Seen, ranks: LayerRanks, window: int) -> Array:
-    """What attention gives where far pairs keep `ranks`, near ones all."""
-    kept = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
+def _attend_with_cut(seen: Seen, ranks: LayerRanks, window: int) -> Array:
+    """Compute attention with `ranks` outside the window and all coordinates inside it.
+
+    A sliding-window layer sees no more than its own window under any cut.
+    """
+    cut = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
     if (own := seen.attention.spec.window) is not None:
-        kept = {"qk_rank": 0, "v_rank": 0, "window": own if ranks.qk else min(own, window)}
-    o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, implementation="xla", **kept)
+        cut = {"qk_rank": 0, "v_rank": 0, "window": own if ranks.qk else min(own, window)}
+    o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, implementation="xla", **cut)
     return o

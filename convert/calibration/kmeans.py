@@ -1,4 +1,4 @@
-"""The paper's calibration route: prune each topic's sequences, K-means each head's vectors (ZDC §5.1)."""
+"""The paper's calibration: prune the sequences of each topic, cluster the vectors of each head (ZDC §5.1)."""
 
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
 
 ITERATIONS = 10
+"""Iterations of Lloyd's algorithm."""
 _POINTS_PER_BLOCK = 8192
 
 
@@ -30,31 +31,33 @@ def kmeans_moments(
     seed: int,
     fingerprint: str,
 ) -> Moments:
-    """Moments of centroids of q, k and v, each carrying its cluster's size; o's moments are exact.
+    """Compute moments of the centroids of q, k and v, weighted by cluster size; the moments of o are exact.
 
-    Works layer by layer over all kept tokens at once, since K-means needs every vector of a head together:
-    the residual stream and one layer's q, k, v are in memory.
+    K-means needs all vectors of a head together. So each layer runs over all windows at once, with the
+    residual stream and one layer's q, k and v in memory.
 
     Args:
       network: unmodified model.
-      windows, topics: token windows [W, T] and the topic of each.
-      prune: share of the windows of each topic that is dropped at random.
-      clusters: M, centroids per KV head and kind.
+      windows: token windows [W, T].
+      topics: topic of each window.
+      prune: share of each topic's windows to drop at random.
+      clusters: centroids per KV head and kind of vector.
+      seed: seed of pruning and of the starting centroids.
+      fingerprint: fingerprint of the model, which the moments record.
 
     Raises:
-      CalibrationError: fewer kept tokens than clusters.
+      CalibrationError: fewer tokens are left than clusters.
     """
-    kept = pruned(topics, prune, seed)
-    windows = windows[kept]
+    windows = windows[choose_windows(topics, prune, seed)]
     if windows.size < clusters:
         raise CalibrationError(
-            f"{clusters=} exceeds the {windows.size} tokens left after pruning; give more text"
+            f"{clusters=}: exceeds the {windows.size} tokens left after pruning; give more text"
         )
     positions = jnp.arange(windows.shape[1])[None]
     x = jax.lax.map(lambda row: network.embeddings.embed(row[None], positions)[0], jnp.asarray(windows))
     sums: list[dict[str, np.ndarray]] = []
     for index, block in enumerate(network.layers):
-        x, vectors, exact = _layer(network, block, x)
+        x, vectors, exact = _run_layer(network, block, x)
         key = jax.random.fold_in(jax.random.key(seed), index)
         layer = {name: np.asarray(value, np.float64) for name, value in exact.items()}
         for offset, (name, points) in enumerate(vectors.items()):
@@ -71,8 +74,8 @@ def kmeans_moments(
     )
 
 
-def pruned(topics: list[str], prune: float, seed: int) -> np.ndarray:
-    """Sorted indices of the windows kept; every topic keeps at least one."""
+def choose_windows(topics: list[str], prune: float, seed: int) -> np.ndarray:
+    """Return the sorted indices of windows left after pruning; every topic keeps at least one."""
     rng = np.random.default_rng(seed)
     kept: list[int] = []
     for topic in sorted(set(topics)):
@@ -83,51 +86,51 @@ def pruned(topics: list[str], prune: float, seed: int) -> np.ndarray:
 
 
 @partial(jax.jit, donate_argnums=2)
-def _layer(
+def _run_layer(
     network: Transformer, block: Block, x: Float[Array, "W T D"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """One layer over all windows: the next residual stream, vectors [K, P, H] of q, k, v, exact sums of o."""
+    """Run a layer; return its output, the vectors of q, k and v [K, P, H], and the exact sums of o."""
     K = network.config.num_kv_heads
 
-    def tap(seen: Seen) -> dict[str, Array]:
-        return {name: _by_head(getattr(seen, name), K) for name in "qkvo"}
+    def collect_vectors(seen: Seen) -> dict[str, Array]:
+        return {name: _split_by_head(getattr(seen, name), K) for name in "qkvo"}
 
-    def one(row: Array) -> tuple[Array, dict[str, Array], Array, Array]:
-        out, seen = observe_layer(block, row[None], tap)
-        o = seen.pop("o")
+    def run_window(window: Array) -> tuple[Array, dict[str, Array], Array, Array]:
+        out, vectors = observe_layer(block, window[None], collect_vectors)
+        o = vectors.pop("o")
         with jax.default_matmul_precision("highest"):
             gram = einsum_f32("KPH,KPI->KHI", o, o)
-        return out[0], seen, gram, o.sum(1, dtype=jnp.float32)
+        return out[0], vectors, gram, o.sum(1, dtype=jnp.float32)
 
-    x, vectors, gram, total = jax.lax.map(one, x)
+    x, vectors, gram, total = jax.lax.map(run_window, x)
     flat = {name: value.swapaxes(0, 1).reshape(K, -1, value.shape[-1]) for name, value in vectors.items()}
     return x, flat, {"o": gram.sum(0), "o_sum": total.sum(0)}
 
 
-def _by_head(x: Array, num_kv_heads: int) -> Array:
-    """[1, T, N or K, H] → [K, T·G, H]."""
+def _split_by_head(x: Array, num_kv_heads: int) -> Array:
+    """Reshape [1, T, N or K, H] to [K, T·G, H]."""
     _, T, _, H = x.shape
     return x.reshape(T, num_kv_heads, -1, H).swapaxes(0, 1).reshape(num_kv_heads, -1, H)
 
 
 @partial(jax.jit, static_argnames="clusters")
 def _centroid_moments(keys: Array, points: Float[Array, "K P H"], clusters: int) -> tuple[Array, Array]:
-    def one(head: tuple[Array, Array]) -> tuple[Array, Array]:
+    def cluster_head(head: tuple[Array, Array]) -> tuple[Array, Array]:
         centroids, sizes = kmeans(head[0], head[1], clusters)
         weighted = centroids * sizes[:, None]
         with jax.default_matmul_precision("highest"):
             return jnp.einsum("MH,MI->HI", weighted, centroids), weighted.sum(0)
 
-    return jax.lax.map(one, (keys, points))
+    return jax.lax.map(cluster_head, (keys, points))
 
 
 def kmeans(
     key: Array, points: Float[Array, "P H"], clusters: int
 ) -> tuple[Float[Array, "M H"], Float[Array, " M"]]:
-    """Lloyd's algorithm from random points: centroids (float32) and cluster sizes.
+    """Run Lloyd's algorithm from random points and return centroids, float32, and cluster sizes.
 
-    An empty cluster keeps its centroid with size 0. Sizes are those of the last assignment, of which the
-    centroids are the means.
+    The centroids are the means of the last assignment, whose sizes are returned. An empty cluster keeps its
+    centroid with size 0.
     """
     count, dim = points.shape
     start = jax.random.choice(key, points, (clusters,), replace=False).astype(jnp.float32)

@@ -1,10 +1,14 @@
-"""From moments to a basis: which coordinates of Q/K and V/O matter most (ZDC §4.3, and ours).
+"""Bases of Q/K and V/O from moments, ordered by how much each coordinate matters (ZDC §4.3, and ours).
 
-Everything is float64 and works on stacks of heads, [*K, H, H]. One theory serves both pairs of
-matrices. Scores are q kᵀ; keeping r coordinates leaves the error q E kᵀ with E = I − A_Q,r A_K,rᵀ,
-whose mean square over independent rows is tr(C_Q E C_K Eᵀ). For values, v W_O,n leaves v Eᵀ W_O,n,
-and summed over the group its mean square is tr(M E C_V Eᵀ) with M = Σ_n W_O,n W_O,nᵀ. So V takes
-the place of K, M that of C_Q, C that of A_K and C⁻ᵀ that of A_Q.
+All arrays are float64 stacks over heads, [*K, H, H]. C_X denotes the second moments of X. The same theory
+serves both pairs of matrices:
+
+- Scores are q kᵀ. Keeping r coordinates leaves the error q E kᵀ with E = I − A_Q,r A_K,rᵀ. Its mean square
+  over independent q and k is tr(C_Q E C_K Eᵀ).
+- A value contributes v W_O,n to the output. Keeping r coordinates leaves the error v Eᵀ W_O,n. Its mean
+  square, summed over a group's heads, is tr(M E C_V Eᵀ) with M = Σ_n W_O,n W_O,nᵀ.
+
+So for values, C_V replaces C_K, M replaces C_Q, C replaces A_K and C⁻ᵀ replaces A_Q.
 """
 
 import os
@@ -23,36 +27,36 @@ from zdc_jax.errors import CalibrationError
 Matrices = Float64[np.ndarray, "*K H H"]
 
 DEFAULT_RIDGE = 1e-6
+"""Floor of eigenvalues in `solve_balanced`, relative to their mean."""
 
 
-def stacked(C_Q: Matrices, C_K: Matrices) -> Matrices:
-    """A_K = A_Q: right singular vectors of the rows [Q; K], most energetic first (ZDC §4.3).
+def solve_stacked(C_Q: Matrices, C_K: Matrices) -> Matrices:
+    """Return A_K = A_Q, the right singular vectors of the stacked rows [Q; K] by falling energy (ZDC §4.3).
 
-    The two moments must be sums over the rows that are stacked (or share one factor): their ratio
-    is the weight of Q's rows, of all G heads, against K's.
+    The two moments must be sums over the stacked rows, up to one common factor. Their ratio is the weight of
+    Q's rows, of all G heads, against K's rows.
     """
     return np.linalg.eigh(C_Q + C_K).eigenvectors[..., ::-1]
 
 
-def keys(C_K: Matrices) -> Matrices:
-    """A_K = A_Q: principal components of the keys, most energetic first; queries are not asked.
+def solve_keys(C_K: Matrices) -> Matrices:
+    """Return A_K = A_Q, the orthogonal principal components of the keys by falling energy.
 
-    Orthogonal. The coordinates that Loki chooses by (Singhania et al. 2024).
+    Loki selects tokens by these coordinates (Singhania et al. 2024). Queries play no part.
     """
     return np.linalg.eigh(C_K).eigenvectors[..., ::-1]
 
 
-def balanced(C_Q: Matrices, C_K: Matrices, ridge: float = DEFAULT_RIDGE) -> Matrices:
-    """A_K whose every prefix is the best approximation of its rank (ours, after KQ-SVD).
+def solve_balanced(C_Q: Matrices, C_K: Matrices, ridge: float = DEFAULT_RIDGE) -> Matrices:
+    """Return the A_K whose every prefix is the best approximation of its rank (ours, after KQ-SVD).
 
-    With C_Q^½ C_K^½ = U Σ Wᵀ: A_K = C_K^-½ W Σ^½ and A_Q = C_Q^-½ U Σ^½, the inverse transpose of
-    A_K. Both q' and k' get the second moments Σ. Eigenvalues of the moments below `ridge` times
-    their mean are raised to it, so moments of deficient rank work and well-conditioned ones stay
-    untouched.
+    With C_Q^½ C_K^½ = U Σ Wᵀ, A_K = C_K^-½ W Σ^½, and its inverse transpose is A_Q = C_Q^-½ U Σ^½. Both q'
+    and k' then have the second moments Σ. Eigenvalues of the moments below `ridge` times their mean are
+    raised to it, so that moments of deficient rank work. Well-conditioned moments stay unchanged.
     """
     values_q, vectors_q = _floored_eigh(C_Q, ridge)
     values_k, vectors_k = _floored_eigh(C_K, ridge)
-    # F = √λ Xᵀ is as good a root of C = X λ Xᵀ as the symmetric one, and cheap to invert.
+    # F = √λ Xᵀ serves as a root of C = X λ Xᵀ like the symmetric root, and is cheap to invert.
     root_q = np.sqrt(values_q)[..., None] * vectors_q.swapaxes(-1, -2)
     root_k = np.sqrt(values_k)[..., None] * vectors_k.swapaxes(-1, -2)
     _, sigma, W = np.linalg.svd(root_q @ root_k.swapaxes(-1, -2))
@@ -63,39 +67,42 @@ def balanced(C_Q: Matrices, C_K: Matrices, ridge: float = DEFAULT_RIDGE) -> Matr
 def _floored_eigh(C: Matrices, ridge: float) -> tuple[np.ndarray, np.ndarray]:
     values, vectors = np.linalg.eigh(C)
     mean = values.mean(-1, keepdims=True)
-    # A head that is zero throughout has no preferred directions; any positive floor will do.
+    # A head of zeros has no preferred directions, so any positive floor works.
     return np.maximum(values, np.where(mean > 0, ridge * mean, 1.0)), vectors
 
 
-def pairs(C_Q: Matrices, C_K: Matrices) -> Int32[np.ndarray, "*K h"]:
-    """Rotary pairs (p, p + H/2) ordered by their energy, descending (ours).
+def order_pairs(C_Q: Matrices, C_K: Matrices) -> Int32[np.ndarray, "*K h"]:
+    """Return the rotary pairs (p, p + H/2) by falling energy (ours).
 
-    A pair's energy is the mean square of its part of the score, over its two dimensions:
-    tr(C_Q[p, p] C_K[p, p]) of the 2×2 blocks.
+    A pair's energy is the mean square of its part of the score: tr(C_Q[p, p] C_K[p, p]) of the 2×2 blocks.
 
     Raises:
       CalibrationError: H is odd.
     """
     H = C_Q.shape[-1]
     if H % 2:
-        raise CalibrationError(f"rotary pairs need an even head dim, this model has {H}")
+        raise CalibrationError(
+            f"qk='pairs': needs an even head dimension, this model has {H}; use 'balanced'"
+        )
     blocks = (C_Q * C_K).reshape(*C_Q.shape[:-2], 2, H // 2, 2, H // 2)
     energy = np.einsum("...apbp->...p", blocks)
     return np.argsort(-energy, axis=-1, kind="stable").astype(np.int32)
 
 
-def pair_map(order: Int32[np.ndarray, "*K h"]) -> Matrices:
-    """A_K = A_Q, the permutation from half-split dimensions to interleaved pairs in this order."""
+def make_pair_map(order: Int32[np.ndarray, "*K h"]) -> Matrices:
+    """Return A_K = A_Q, the permutation from half-split dimensions to interleaved pairs in this order."""
     half = order.shape[-1]
     columns = np.stack([order, order + half], axis=-1).reshape(*order.shape[:-1], 2 * half)
     return np.eye(2 * half)[columns].swapaxes(-1, -2)
 
 
-def residual(C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices) -> Float64[np.ndarray, "*K H+1"]:
-    """tr(C_Q E C_K Eᵀ) for every number r = 0…H of kept coordinates.
+def compute_residual(
+    C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices
+) -> Float64[np.ndarray, "*K H+1"]:
+    """Compute tr(C_Q E C_K Eᵀ) for every number r = 0…H of coordinates kept.
 
-    As A_Q A_Kᵀ = I, E is made of the dropped columns alone, and the trace is the sum over dropped
-    i, j of (A_Qᵀ C_Q A_Q)_ij (A_Kᵀ C_K A_K)_ij: no cancellation however small it gets.
+    As A_Q A_Kᵀ = I, E consists of the dropped columns alone. The trace is the sum over dropped i, j of
+    (A_Qᵀ C_Q A_Q)_ij (A_Kᵀ C_K A_K)_ij, which does not cancel however small it gets.
     """
     energy = (A_Q.swapaxes(-1, -2) @ C_Q @ A_Q) * (A_K.swapaxes(-1, -2) @ C_K @ A_K)
     trailing = energy[..., ::-1, ::-1].cumsum(-1).cumsum(-2)
@@ -103,12 +110,14 @@ def residual(C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices) -> Floa
     return np.concatenate([np.maximum(sums, 0), np.zeros_like(sums[..., :1])], axis=-1)
 
 
-def certificate(C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices) -> Float64[np.ndarray, "*K H+1"]:
-    """Relative score error sqrt(tr(C_Q E C_K Eᵀ)/tr(C_Q C_K)) for r = 0…H kept coordinates (ours).
+def compute_certificate(
+    C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices
+) -> Float64[np.ndarray, "*K H+1"]:
+    """Compute the relative score error sqrt(tr(C_Q E C_K Eᵀ)/tr(C_Q C_K)) for r = 0…H coordinates (ours).
 
-    Products that are zero throughout have no error.
+    Where all scores are zero, so is the error.
     """
-    squares = residual(C_Q, C_K, A_Q, A_K)
+    squares = compute_residual(C_Q, C_K, A_Q, A_K)
     total = squares[..., :1]
     return np.sqrt(np.divide(squares, total, out=np.zeros_like(squares), where=total > 0))
 
@@ -122,34 +131,33 @@ def make_basis(
     center: bool = False,
     ridge: float = DEFAULT_RIDGE,
 ) -> Basis:
-    """The basis of a whole model.
+    """Make the basis of a whole model.
 
     Args:
-      moments: of the model's q, k, v and o.
+      moments: moments of the model's q, k, v and o.
       output_weights: W_O [N, H, D] of every layer, any float dtype.
       qk: `stacked`, `balanced`, `keys` or `pairs`.
-      vo: `stacked` (rows of V and columns of W_O), `balanced`, or `output`: balanced with O's
-        moments in place of V's, which is exact for the heads' outputs when G = 1 and pools the
-        heads of a group otherwise.
-      center: shift keys and values by their means first (values by O's mean for `output`); keys
-        stay where they are for `pairs`, whose rotary embedding cannot carry a shift.
+      vo: `stacked` (rows of V and columns of W_O), `balanced`, or `output`. `output` is balanced with O's
+        moments instead of V's: exact for the heads' outputs when G = 1, pooled over a group otherwise.
+      center: subtract the means of keys and values first (for `output`, O's mean from values). Keys keep
+        their mean for `pairs`, whose rotary embedding cannot carry a shift.
       ridge: floor of the eigenvalues in `balanced`, relative to their mean.
 
     Raises:
-      CalibrationError: no tokens, moments or weights that are not finite (naming layer and KV
-        head), weights of other shapes than the moments', an unknown kind, or `pairs` with an odd H.
+      CalibrationError: no tokens; moments or weights that are not finite, with layer and KV head; weights
+        whose shapes differ from the moments'; an unknown kind; or `pairs` with an odd H.
     """
     _check_inputs(moments, output_weights, qk, vo)
 
     def solve(layer: int) -> dict[str, np.ndarray]:
-        latent = {} if moments.k_before is None else {"k_latent": keys(moments.k_before[layer])}
+        latent = {} if moments.k_before is None else {"k_latent": solve_keys(moments.k_before[layer])}
         qk_side = _solve_qk(moments, layer, qk, center, ridge)
         return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
 
-    # Matrices are too small for BLAS's own threads: one thread each, layers side by side.
+    # Matrices are too small for BLAS's own threads, so layers run in parallel with one thread each.
     with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
-        solved = list(pool.map(solve, range(len(output_weights))))
-    arrays: dict[str, Any] = {name: np.stack([one[name] for one in solved]) for name in solved[0]}
+        layers = list(pool.map(solve, range(len(output_weights))))
+    arrays: dict[str, Any] = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
     return Basis(
         **arrays,
         qk_kind=qk,
@@ -167,19 +175,19 @@ def _solve_qk(
     C_Q, C_K = moments.second("q", layer), moments.second("k", layer)
     extra: dict[str, np.ndarray] = {}
     if kind == "pairs":
-        extra["pairs"] = pairs(C_Q, C_K)
-        A_K = pair_map(extra["pairs"])
+        extra["pairs"] = order_pairs(C_Q, C_K)
+        A_K = make_pair_map(extra["pairs"])
     else:
         if center:
             C_K = moments.covariance("k", layer)
             extra["key_mean"] = moments.mean("k", layer)
         match kind:
             case "stacked":
-                A_K = stacked(moments.group_size * C_Q, C_K)
+                A_K = solve_stacked(moments.group_size * C_Q, C_K)
             case "keys":
-                A_K = keys(C_K)
+                A_K = solve_keys(C_K)
             case _:
-                A_K = balanced(C_Q, C_K, ridge)
+                A_K = solve_balanced(C_Q, C_K, ridge)
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
     extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
     return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
@@ -198,17 +206,17 @@ def _solve_vo(
         shift, mean = moments.mean(source, layer), moments.mean("v", layer)
         extra["value_mean"] = shift
         seen = moments.covariance("v", layer) + (mean - shift)[:, :, None] * (mean - shift)[:, None, :]
-    C = stacked(M / moments.num_tokens, C_V) if kind == "stacked" else balanced(M, C_V, ridge)
+    C = solve_stacked(M / moments.num_tokens, C_V) if kind == "stacked" else solve_balanced(M, C_V, ridge)
     return extra | {"v_map": C, "v_rms": _rms(seen, C)} | _measures("vo", M, C_V, C, scale=1.0)
 
 
 def _rms(second: Matrices, A: Matrices) -> Float64[np.ndarray, "*K H"]:
-    """Root mean square of each coordinate of x A, where `second` is the mean of xᵀx."""
+    """Compute the root mean square of each coordinate of x A, where `second` is the mean of xᵀx."""
     return np.sqrt(np.einsum("...HR,...HI,...IR->...R", A, second, A, optimize=True).clip(0))
 
 
 def _group_moment(W_O: np.ndarray, group_size: int, layer: int) -> Matrices:
-    """M = Σ_n W_O,n W_O,nᵀ over each group, float64 [K, H, H]."""
+    """Compute M = Σ_n W_O,n W_O,nᵀ over each group, float64 [K, H, H]."""
     N, H, D = W_O.shape
     grouped = np.asarray(W_O, np.float64).reshape(-1, group_size, H, D).swapaxes(1, 2)
     rows = grouped.reshape(N // group_size, H, group_size * D)
@@ -220,10 +228,10 @@ def _measures(
     side: str, C_Q: Matrices, C_K: Matrices, A_K: Matrices, *, scale: float
 ) -> dict[str, np.ndarray]:
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
-    drops = -np.diff(residual(C_Q, C_K, A_Q, A_K), axis=-1)
+    drops = -np.diff(compute_residual(C_Q, C_K, A_Q, A_K), axis=-1)
     return {
         f"{side}_spectrum": np.sqrt(scale * np.maximum(drops, 0)),
-        f"{side}_error": certificate(C_Q, C_K, A_Q, A_K),
+        f"{side}_error": compute_certificate(C_Q, C_K, A_Q, A_K),
         f"{side}_condition": np.linalg.cond(A_K),
     }
 
@@ -231,9 +239,9 @@ def _measures(
 def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QKKind, vo: VOKind) -> None:
     for name, kind, kinds in (("qk", qk, get_args(QKKind)), ("vo", vo, get_args(VOKind))):
         if kind not in kinds:
-            raise CalibrationError(f"{name}={kind!r} must be one of {kinds}")
+            raise CalibrationError(f"{name}={kind!r}: must be one of {kinds}")
     if moments.num_tokens <= 0:
-        raise CalibrationError(f"the moments are of num_tokens={moments.num_tokens}; give some text")
+        raise CalibrationError(f"the moments cover num_tokens={moments.num_tokens}; calibrate on some text")
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))
@@ -241,19 +249,17 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
         _check_finite("moments of k_before", moments.k_before)
     L, K, H = moments.k.shape[:3]
     if len(output_weights) != L:
-        raise CalibrationError(f"{len(output_weights)} output weights for moments of {L} layers")
+        raise CalibrationError(f"{len(output_weights)} output weights, but moments of {L} layers")
     for layer, W_O in enumerate(output_weights):
         if W_O.shape[:-1] != (K * moments.group_size, H):
             raise CalibrationError(
-                f"layer {layer}: W_O {W_O.shape} is not [{K * moments.group_size}, {H}, D]"
+                f"layer {layer}: W_O has shape {W_O.shape}, must be [{K * moments.group_size}, {H}, D]"
             )
 
 
-def _check_finite(what: str, values: np.ndarray, first_layer: int = 0) -> None:
-    """Names the first layer and KV head of `values` [L, K, ...] that is not finite."""
+def _check_finite(name: str, values: np.ndarray, first_layer: int = 0) -> None:
+    """Raise `CalibrationError` for the first layer and head of `values` [L, K, ...] that is not finite."""
     bad = ~np.isfinite(values).reshape(*values.shape[:2], -1).all(-1)
     if bad.any():
         layer, head = np.argwhere(bad)[0]
-        raise CalibrationError(
-            f"layer {first_layer + layer}, KV head {head}: {what} not finite in every element"
-        )
+        raise CalibrationError(f"layer {first_layer + layer}, KV head {head}: {name} must be finite")

@@ -1,1 +1,1 @@
-"""The `zdc` command."""
+"""The subcommands of `zdc`, one file each, and the flags that they share."""

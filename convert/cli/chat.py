@@ -1,18 +1,16 @@
-"""`zdc chat`: a conversation, line by line."""
+"""`zdc chat`: a conversation with a model, one message per line of standard input."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from tyro.conf import Positional
 
-from convert.cli.flags import PlanFlags, SamplingFlags
-from zdc_jax.config import Dtype
+from convert.cli.errors import reword_for_flags
+from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlags, SamplingFlags, show_default
 from zdc_jax.conversation.chat import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load
@@ -22,26 +20,31 @@ START_OVER, END = "/new", "/quit"
 
 @dataclass
 class Chat:
-    """Talk with a model, a line a message. /new starts over, /quit or Ctrl-D ends, Ctrl-C ends a reply."""
+    """Chat with a model; each line is a message.
 
-    path: Positional[Path]
-    """Converted folder of a model that has a chat template."""
+    /new starts a new conversation, /quit or Ctrl-D exits, Ctrl-C stops a reply.
+
+    Attributes:
+      path: Converted folder of a model with a chat template.
+      system: System message.
+      max_new_tokens: Most tokens in a reply.
+      stop: Strings that end a reply.
+      dtype: Dtype to run in.
+      max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+    """
+
+    path: ModelFolder
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
-    system: str | None = None
-    """What the model is told before the first message."""
+    system: Annotated[str | None, show_default("none")] = None
     max_new_tokens: int = 512
-    """Most tokens of a reply."""
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
-    stop: tuple[str, ...] = ()
-    """Strings that end a reply."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-    max_positions: int | None = None
-    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
+    stop: Annotated[tuple[str, ...], show_default("none")] = ()
+    dtype: DtypeFlag = None
+    max_positions: MaxPositionsFlag = None
 
     def run(self, console: Console) -> None:
         if sys.stdin is None:
-            raise PromptError("standard input is closed; messages come from there")
+            raise PromptError("standard input is closed; `zdc chat` reads messages from it")
         sampling = self.sampling.build()
         plan = self.flags.build(self.path)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
@@ -52,34 +55,46 @@ class Chat:
             sampling=sampling,
             stop=self.stop,
         )
-        typed = sys.stdin.isatty()
-        for message in _lines(typed):
+        is_interactive = sys.stdin.isatty()
+        for message in _read_messages(is_interactive):
             command = message.strip()
             if command == END:
                 return
             if command == START_OVER:
                 conversation.start_over()
             elif command[0] == "/" and command[1:].isalpha():
-                print(f"{command} is no command; {START_OVER} starts over, {END} ends", file=sys.stderr)
-            elif typed:
-                _reply_to_somebody(conversation, message)
+                print(
+                    f"{command}: unknown command; {START_OVER} starts a new conversation, {END} exits",
+                    file=sys.stderr,
+                )
+            elif is_interactive:
+                self._reply_interactively(conversation, message)
             else:
                 _reply(conversation, message)
 
+    def _reply_interactively(self, conversation: Conversation, message: str) -> None:
+        """Print a reply; keep the conversation alive after Ctrl-C or an error."""
+        try:
+            _reply(conversation, message)
+        except KeyboardInterrupt:
+            print()
+        except ZDCError as error:
+            print(f"error: {reword_for_flags(str(error), self)}", file=sys.stderr)
 
-def _lines(typed: bool) -> Iterator[str]:
-    """Lines of standard input that are not empty; somebody who types them gets a prompt and can edit them."""
-    if typed:
+
+def _read_messages(is_interactive: bool) -> Iterator[str]:
+    """Yield non-empty lines of standard input, with a prompt and line editing on a terminal."""
+    if is_interactive:
         with suppress(ImportError):
             import readline  # noqa: F401
     while True:
         try:
-            line = input("> " if typed else "")
-            line.encode()  # Bytes that are no UTF-8 may come in as lone surrogates.
+            line = input("> " if is_interactive else "")
+            line.encode()  # Invalid UTF-8 may arrive as lone surrogates.
         except EOFError:
             return
         except KeyboardInterrupt:
-            if not typed:
+            if not is_interactive:
                 raise
             print()
             continue
@@ -89,29 +104,19 @@ def _lines(typed: bool) -> Iterator[str]:
             yield line
 
 
-def _reply_to_somebody(conversation: Conversation, message: str) -> None:
-    """Who can go on after an error, or after the reply was enough."""
-    try:
-        _reply(conversation, message)
-    except KeyboardInterrupt:
-        print()
-    except ZDCError as error:
-        print(f"error: {error}", file=sys.stderr)
-
-
 def _reply(conversation: Conversation, message: str) -> None:
-    for piece in conversation.stream(message):
-        print(piece, end="", flush=True)
+    for text in conversation.stream(message):
+        print(text, end="", flush=True)
     print(flush=True)
     assert conversation.turn is not None
-    print(_cost(conversation.turn), file=sys.stderr)
+    print(_describe_turn(conversation.turn), file=sys.stderr)
 
 
-def _cost(turn: Turn) -> str:
-    """What a reply took, in one line."""
-    done, read = turn.generation, turn.prompt_tokens - turn.cached_tokens
+def _describe_turn(turn: Turn) -> str:
+    """Return tokens, seconds and cache size of a reply as one line."""
+    generation, new_tokens = turn.generation, turn.prompt_tokens - turn.cached_tokens
     return (
-        f"[{turn.cached_tokens} tokens kept, {read} read in {done.timings.prefill:.2f} s; "
-        f"{len(done.completions[0].tokens)} written in {done.timings.decode:.2f} s; "
-        f"KV cache {done.kv_bytes:,} bytes for {done.capacity} tokens]"
+        f"[{turn.cached_tokens} tokens reused, {new_tokens} prefilled in {generation.timings.prefill:.2f} s; "
+        f"{len(generation.completions[0].tokens)} generated in {generation.timings.decode:.2f} s; "
+        f"KV cache {generation.kv_bytes:,} bytes for {generation.capacity} tokens]"
     )

@@ -1,19 +1,19 @@
-"""`zdc` and `zdc-convert` as installed: one line where the packages that they need are missing."""
+"""Entry points of `zdc` and `zdc-convert`, which report missing packages in one line."""
 
 import sys
 from importlib.util import find_spec
 
 TOOLS = ("gguf", "matplotlib", "optax", "rich", "scipy", "threadpoolctl", "transformers", "tyro")
-"""Packages of the extra `tools`, which serving does without."""
+"""Packages of the extra `tools`, which the library can serve without."""
 
 
 def main() -> int:
-    """Runs `zdc`; returns its exit status, 2 where packages are missing."""
+    """Run `zdc` and return its exit status, which is 2 where packages are missing."""
     return _run(sys.argv[1:])
 
 
 def main_convert() -> int:
-    """Runs `zdc convert` under its alias `zdc-convert`."""
+    """Run `zdc convert` under its alias `zdc-convert`."""
     return _run(["convert", *sys.argv[1:]])
 
 

@@ -1,4 +1,4 @@
-"""`zdc evaluate`: what a plan costs in perplexity and in tasks over long ranges."""
+"""`zdc evaluate`: perplexity and long-range tasks under a plan, compared with the unmodified model."""
 
 import json
 import sys
@@ -10,11 +10,10 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import PlanFlags, at_least_one
+from convert.cli.flags import DtypeFlag, ModelFolder, PlanFlags, show_default, show_repeated
 from convert.cli.output import check_output
 from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import Dtype
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation.answers import Protocol
 from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare
@@ -27,45 +26,49 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass
 class Evaluate:
-    """Perplexity and tasks over long ranges, with a plan and without, on the same text.
+    """Measure perplexity and long-range tasks with a plan and without it, on the same text.
 
-    A plan's retention of a task is the factor by which right answers stay as likely; 1 where nothing is lost.
+    The retention of a task is the factor by which the probability of right answers changes; 1 means no loss.
+
+    Attributes:
+      path: Converted folder.
+      texts: Text files or folders, best of text that calibration did not read. A third of the text is read,
+        which `zdc plan` does not search on.
+      tasks: Measurements to make. copy@1024 is the task copy at a distance of 1024 tokens.
+      contexts: Context lengths in tokens, questions included.
+      protocol: Attention inside a context. cached: through the compressed cache; exact: uncompressed, so that
+        only the questions see the compressed cache.
+      max_documents: Most documents with questions per context length. Measuring stops earlier once fewer are
+        conclusive.
+      batch: Contexts to run at once.
+      seed: Seed that chooses text and the facts put into it.
+      dtype: Dtype to run in.
+      output: JSON file for the printed report.
     """
 
-    path: Positional[Path]
-    """Converted folder."""
-    texts: Annotated[Positional[tuple[Path, ...]], at_least_one("TEXT")]
-    """Text files or folders; take text that calibration did not see. A third of it is read, which a search
-    leaves."""
+    path: ModelFolder
+    texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT")]
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     tasks: tuple[str, ...] = TASKS
-    """What to measure; copy@1024 is copy at this distance."""
-    contexts: tuple[int, ...] = ()
-    """Tokens of contexts, questions included; default the model's positions, at most 4096."""
+    contexts: Annotated[tuple[int, ...], show_default("the model's positions, at most 4096")] = ()
     protocol: Protocol = "cached"
-    """Whether tokens of a context see each other as the cache holds them, or exactly, before it is filled."""
     max_documents: int = 128
-    """Contexts to ask about at most; fewer are read where they tell enough."""
     batch: int = 1
-    """Contexts at a time."""
     seed: int = 0
-    """Chooses text and what is put into it."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-    output: Path | None = None
-    """JSON file to write the printed report to."""
+    dtype: DtypeFlag = None
+    output: Annotated[Path | None, show_default("none")] = None
 
     def run(self, console: Console) -> None:
         if not self.texts:
-            raise TextError("give at least one text file or folder after the model's folder")
+            raise TextError("TEXT is missing; give at least one text file or folder after the model's folder")
         if self.batch < 1:
-            raise EvaluationError(f"batch={self.batch} must be >= 1")
+            raise EvaluationError(f"--batch {self.batch}: must be at least 1")
         if self.output is not None:
             check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
         if self.protocol == "exact" and plan is not None and plan.classes is not None:
-            raise EvaluationError("protocol='exact' must be 'cached' for a plan with token classes")
+            raise EvaluationError("--protocol exact: not for plans with token classes; use --protocol cached")
         materials = prepare(
             checkpoint.config,
             checkpoint.tokenizer(),
@@ -77,10 +80,10 @@ class Evaluate:
             seed=self.seed,
         )
         if plan is None:
-            print("no plan given: the model is unmodified", file=sys.stderr)
+            print("no plan given: measuring the unmodified model", file=sys.stderr)
         dense = load(self.path, dtype=self.dtype).network
         network = dense if plan is None else load(self.path, plan, dtype=self.dtype).network
-        assert isinstance(dense, Transformer)  # Neither was loaded onto a mesh.
+        assert isinstance(dense, Transformer)  # Neither network was loaded onto a mesh.
         assert isinstance(network, Transformer)
         with counted("batches", "reading the first context") as show:
             reports = evaluate(

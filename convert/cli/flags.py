@@ -1,4 +1,4 @@
-"""What the commands of `zdc` share: flags of a plan, of a search and of sampling, and windows of text."""
+"""Flags that several commands share (plan, search, sampling), and the text windows they measure on."""
 
 import contextlib
 import json
@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 from rich.console import Console
+from tyro.conf import Positional
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
@@ -44,82 +45,130 @@ from zdc_jax.planning.choose import choose_plan
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
 MAX_DEGRADATION = 0.01
-"""Default limit of a search."""
+"""Default limit of a search on the relative increase of perplexity."""
+WINDOW_TOKENS = 4096
+"""Longest text window unless --context asks for more, in tokens."""
 
 
-def at_least_one(name: str) -> Any:
-    """Shows positional arguments as the one or more that they are."""
+def show_default(words: str) -> Any:
+    """Describe in the help a default that depends on the model or on other flags."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: {words})")
+
+
+def show_repeated(name: str) -> Any:
+    """Show a positional argument in the help as required and repeatable."""
     return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
-WINDOW_TOKENS = 4096
-"""Of text to search on, at most, where nothing is said."""
+ModelFolder = Annotated[Positional[Path], tyro.conf.arg(metavar="MODEL")]
+"""Positional argument: the folder of a converted model."""
+DtypeFlag = Annotated[Dtype | None, show_default("dtype of the stored weights")]
+"""Flag: dtype of weights, activations and cache."""
+MaxPositionsFlag = Annotated[int | None, show_default("positions in the model's config")]
+"""Flag: longest context of the model."""
 
 
 @dataclass(kw_only=True)
 class PlanFlags:
-    """A plan: from a file, uniform ranks, or per-layer ranks for a budget."""
+    """A compression plan: from a file, with the same rank in every layer, or with ranks per layer.
 
-    plan: Path | None = None
-    """Plan JSON."""
-    qk: int | None = None
-    """Uniform coordinates kept of Q and K; default all."""
-    v: int | None = None
-    """Uniform coordinates kept of V and O; default all."""
-    budget: float | None = None
-    """Share of the KV coordinates to keep outside the window; ranks per layer from the spectrum."""
-    max_score_error: float | None = None
-    """Limit on the calibrated relative error of scores and values; ranks per layer from the certificate."""
+    Attributes:
+      plan: JSON file of a plan, as written by `zdc plan`.
+      qk: Coordinates of queries and keys (rank R) to keep in every layer.
+      v: Coordinates of values and outputs (rank Z) to keep in every layer.
+      budget: Share of the KV coordinates to keep for tokens outside the window, in (0, 1]. Ranks per layer
+        come from the calibrated spectrum.
+      max_score_error: Largest calibrated relative error of scores and values, in (0, 1). Ranks per layer come
+        from the calibrated error certificate.
+      window: Recent tokens that keep all coordinates.
+      sinks: First tokens of a sequence that keep all coordinates.
+      method: Storage of the tokens outside the window; see docs/methods.md. A method keeps the model's own
+        coordinates and needs no calibration, unless --qk, --v, --budget or --max-score-error chooses ranks.
+      set: Settings of the method, such as bits=4.
+    """
+
+    plan: Annotated[Path | None, show_default("none")] = None
+    qk: Annotated[int | None, show_default("all")] = None
+    v: Annotated[int | None, show_default("all")] = None
+    budget: Annotated[float | None, show_default("none")] = None
+    max_score_error: Annotated[float | None, show_default("none")] = None
     window: int = 0
-    """Recent tokens kept at full rank."""
     sinks: int = 0
-    """First tokens kept at full rank."""
-    method: str | None = None
-    """How distant tokens are kept (docs/methods.md). Without --qk, --v or such a choice of ranks it acts on
-    the model's own coordinates, and needs no calibration."""
-    set: tuple[str, ...] = ()
-    """Settings of the method, each NAME=VALUE, such as bits=4."""
+    method: Annotated[str | None, show_default("zdc")] = None
+    set: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="[NAME=VALUE [NAME=VALUE ...]]", help_behavior_hint="(default: those of the method)"
+        ),
+    ] = ()
 
     def build(self, path: Path) -> CompressionPlan | None:
-        """The plan these flags describe for the folder at `path`; None without any flag."""
+        """Return the plan for the converted folder at `path`, or None where no flag describes one.
+
+        Raises:
+          PlanError: a flag has an impossible value, or flags exclude each other.
+          CalibrationError: the plan needs a calibrated basis and the folder has none.
+        """
         if self.method is None:
             if self.set:
-                raise PlanError(f"--set {' '.join(self.set)}: of use to a method alone; add --method")
-            return self._of_ranks(path)
+                raise PlanError(f"--set {' '.join(self.set)}: applies to a method only; add --method NAME")
+            return self._build_from_ranks(path)
         if self.plan is not None:
-            raise PlanError("--plan already says the method; drop --method")
-        settings = self._settings()
+            raise PlanError(f"--method {self.method}: the file of --plan names its method; drop --method")
+        settings = self._parse_settings(self.method)
         if any(each is not None for each in (self.qk, self.v, self.budget, self.max_score_error)):
-            plan = self._of_ranks(path)
+            plan = self._build_from_ranks(path)
             assert plan is not None  # A choice of ranks is a plan.
             return replace(plan, method=self.method, settings=settings)
-        checkpoint = Checkpoint.open(path)
-        H, near = checkpoint.config.head_dim, {"window": self.window, "sinks": self.sinks}
-        plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, **near)
-        bound = plan.for_model(checkpoint.fingerprint)
-        return replace(bound, rotated=False, method=self.method, settings=settings)
+        return self._build_without_basis(Checkpoint.open(path), self.method, settings)
 
-    def _settings(self) -> MethodSettings:
-        assert self.method is not None
-        given = {}
+    def _build_without_basis(
+        self, checkpoint: Checkpoint, method: str, settings: MethodSettings
+    ) -> CompressionPlan:
+        """Return a plan of a method on all of the model's own coordinates."""
+        H = checkpoint.config.head_dim
+        plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, window=self.window, sinks=self.sinks)
+        plan = plan.for_model(checkpoint.fingerprint)
+        try:
+            return replace(plan, rotated=False, method=method, settings=settings)
+        except PlanError:
+            replace(plan, method=method, settings=settings)  # Raises too, unless only a basis is missing.
+        calibrate = f"run `zdc calibrate {checkpoint.path} TEXT`, then "
+        is_calibrated = (checkpoint.calibration_path / "basis").exists()
+        raise PlanError(
+            f"--method {method}: needs the coordinates of a calibrated basis; "
+            f"{'' if is_calibrated else calibrate}add --budget 1.0, --qk and --v, or --max-score-error"
+        )
+
+    def _parse_settings(self, method: str) -> MethodSettings:
+        if method not in methods.names():
+            raise PlanError(f"--method {method}: unknown; must be one of {', '.join(methods.names())}")
+        values = {}
         for item in self.set:
             name, equals, value = item.partition("=")
             if not equals:
-                raise PlanError(f"--set {item}: must be NAME=VALUE")
-            with contextlib.suppress(json.JSONDecodeError):  # Else it is a word.
+                raise PlanError(f"--set {item}: must be NAME=VALUE, such as bits=4")
+            with contextlib.suppress(json.JSONDecodeError):  # Anything else is a word.
                 value = json.loads(value)
-            given[name] = value
-        with foreign_errors_as(PlanError, f"--method {self.method}"):
-            return methods.settings_from_json(self.method, given)
+            values[name] = value
+        with foreign_errors_as(PlanError, f"--set {' '.join(self.set)}"):
+            return methods.settings_from_json(method, values)
 
-    def _of_ranks(self, path: Path) -> CompressionPlan | None:
-        uniform = self.qk is not None or self.v is not None
-        limited = self.max_score_error is not None
-        if sum([self.plan is not None, uniform, self.budget is not None, limited]) > 1:
-            raise PlanError("give one of --plan, --qk/--v, --budget, --max-score-error")
+    def _build_from_ranks(self, path: Path) -> CompressionPlan | None:
+        is_uniform = self.qk is not None or self.v is not None
+        sources = [
+            self.plan is not None,
+            is_uniform,
+            self.budget is not None,
+            self.max_score_error is not None,
+        ]
+        if sum(sources) > 1:
+            raise PlanError("give only one of --plan, --qk/--v, --budget, --max-score-error")
         if self.plan is not None:
             if self.window or self.sinks:
-                raise PlanError("--plan already says window and sinks; drop --window and --sinks")
+                raise PlanError(
+                    f"--plan {self.plan}: the file sets window and sinks; drop --window and --sinks"
+                )
             return CompressionPlan.load(self.plan)
         checkpoint = Checkpoint.open(path)
         if self.max_score_error is not None:
@@ -133,7 +182,7 @@ class PlanFlags:
             basis = stored_basis(checkpoint)
             plan = plan_from_spectrum(basis, budget=self.budget, window=self.window, sinks=self.sinks)
             return plan.within(checkpoint.config)
-        if not uniform and not self.window and not self.sinks:
+        if not is_uniform and not self.window and not self.sinks:
             return None
         H = checkpoint.config.head_dim
         return CompressionPlan.uniform(
@@ -147,111 +196,126 @@ class PlanFlags:
 
 @dataclass(kw_only=True)
 class SamplingFlags:
-    """How the next token is chosen, for `generate` and `chat`."""
+    """Choice of the next token, for `generate` and `chat`.
+
+    Attributes:
+      temperature: Softmax temperature; 0 always takes the most likely token.
+      top_k: Sample among this many most likely tokens.
+      top_p: Sample among the fewest tokens whose probabilities sum to this value, in (0, 1].
+      seed: Seed of the random choice.
+    """
 
     temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int | None = None
-    """Choose among this many most likely tokens."""
-    top_p: float | None = None
-    """Choose among the fewest most likely tokens of this much probability."""
+    top_k: Annotated[int | None, show_default("all")] = None
+    top_p: Annotated[float | None, show_default("1")] = None
     seed: int = 0
-    """Seed of the choice."""
 
     def build(self) -> Sampling:
-        """The sampling these flags describe."""
+        """Return the sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @dataclass(kw_only=True)
 class SearchFlags:
-    """A plan by search: the fewest bytes, or the least time, within limits on perplexity and on tasks."""
+    """A search for the plan of smallest cost within limits on perplexity and on tasks.
 
-    max_degradation: float | None = None
-    """Limit on the relative increase of perplexity; default 0.01 (1 %) for a search."""
-    texts: tuple[Path, ...] = ()
-    """Text to search on with the flags below, as for calibrate. A third of it is used, `zdc evaluate` takes
-    another. None: a plan predicted from perplexity alone, without search. With --method coded plans of that
-    method are searched, by mode window and objective bytes or read."""
+    Attributes:
+      max_degradation: Largest relative increase of perplexity, such as 0.01 for 1 %. Without --texts, the
+        plan is predicted from the calibration profile.
+      texts: Text files or folders to search on. The search reads a third of the text; `zdc evaluate` reads
+        another third. With --method coded, the search covers plans of that method; --mode must be window and
+        the --objective bytes or read.
+      min_retention: Smallest retention of each long-range task that the unmodified model can solve; 0
+        measures no tasks.
+      documents: Documents with task questions to measure on.
+      mode: Plans to search. window: recent tokens at full rank, ranks per layer; uniform: the same ranks in
+        all layers; classes: two classes of tokens; window+classes: both.
+      objective: Quantity to minimize. bytes: KV cache; time: predicted attention time on one H200; read:
+        bytes of the cache that decoding a token reads.
+      constrained: Hold token classes to Eq. 6 of the paper: more important tokens in deeper layers, fewer
+        coordinates for the other tokens, no more coordinates of Q/K than of V.
+      on_kernels: With --method coded, use only indexes that the GPU kernels can read.
+      trials: Most plans to measure.
+      minutes: Time after which no further plan is measured. The time of the unmodified model counts. A search
+        that is run again with the same output gets the whole time once more.
+      text_windows: Windows of text to measure perplexity on, drawn in turn from all topics.
+      context: Tokens in a window.
+      seed: Seed that chooses the windows. Use another seed than in calibration.
+      batch: Windows to run at once.
+      dtype: Dtype to run in.
+    """
+
+    max_degradation: Annotated[float | None, show_default(f"{MAX_DEGRADATION} with --texts")] = None
+    texts: Annotated[tuple[Path, ...], show_default("none, no search")] = ()
     min_retention: float = 0.97
-    """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
     documents: int = 16
-    """Contexts on which tasks are asked."""
     mode: Mode = "window"
-    """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
-    classes, without and with a window."""
     objective: Objective = "bytes"
-    """What is to be least: bytes of the KV cache, time of attention as predicted for one H200, or what a
-    decoded token reads."""
     constrained: bool = True
-    """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
-    coordinates for the rest, and no more of Q/K than of V."""
     on_kernels: bool = False
-    """With --method coded: layers choose tokens by such indexes alone as GPU kernels read."""
     trials: int = 400
-    """Most plans to measure."""
-    minutes: float = math.inf
-    """No plan is begun after so many; what the unmodified model takes counts. Taken up again with the same
-    output, a search has as many once more."""
+    minutes: Annotated[float, show_default("no limit")] = math.inf
     text_windows: int = 12
-    """Windows of text to measure on, drawn round robin over topics."""
-    context: int | None = None
-    """Tokens a window of text; default the model's positions, at most 4096."""
+    context: Annotated[int | None, show_default(f"the model's positions, at most {WINDOW_TOKENS}")] = None
     seed: int = 1
-    """Chooses the windows; another than calibration's."""
     batch: int = 1
-    """Windows at a time."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
+    dtype: DtypeFlag = None
 
     def check(self, plan: PlanFlags) -> None:
-        """Raises `PlanError` where one of these flags, or of those beside them, would be passed over."""
-        named = given(self)
-        if not self.asked:
-            if named:
-                raise PlanError(f"{', '.join(named)}: of use to a search alone; add --texts to search on")
+        """Raise `PlanError` where one of these flags, or of a plan's, would be ignored."""
+        changed = list_changed(self)
+        if not self.is_requested:
+            if changed:
+                raise PlanError(f"{', '.join(changed)}: applies to a search only; add --texts PATH")
             return
         allowed = ["--method"] if plan.method == "coded" and self.texts else []
-        if others := [flag for flag in given(plan) if flag not in allowed]:
+        if others := [flag for flag in list_changed(plan) if flag not in allowed]:
             raise PlanError(
-                f"a search is for the whole plan; drop {', '.join(others)} (--method coded goes with --texts)"
+                f"{', '.join(others)}: a search chooses the whole plan; "
+                f"drop {', '.join(others)} (only --method coded may be given, with --texts)"
             )
-        unused = [flag for flag in named if flag not in ("--max-degradation", "--texts")]
-        if unused and not self.texts:
-            raise PlanError(f"{', '.join(unused)}: of use to a search alone; add --texts to search on")
+        ignored = [flag for flag in changed if flag not in ("--max-degradation", "--texts")]
+        if ignored and not self.texts:
+            raise PlanError(f"{', '.join(ignored)}: applies to a search only; add --texts PATH")
 
     @property
-    def asked(self) -> bool:
-        """Whether these flags ask for a plan."""
+    def is_requested(self) -> bool:
+        """Whether these flags ask for a plan, searched or predicted."""
         return bool(self.texts) or self.max_degradation is not None
 
     def search(
         self, path: Path, output: Path, console: Console, method: str | None = None
     ) -> CompressionPlan:
-        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
+        """Return the best plan found; without texts, the plan predicted from calibration.
 
-        method: of the plans, `coded` or by default `zdc`. Without texts the plan is predicted.
+        Progress goes to standard error. A journal next to `output` lets an interrupted search resume.
+
+        Args:
+          path: converted and calibrated folder.
+          output: path of the plan's JSON, from which the names of journal and front derive.
+          console: receives one line about the result.
+          method: `coded` to search plans of that method, else plans of `zdc`.
         """
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
-            limit,
-            self.mode,
-            self.trials,
-            self.objective,
-            self.constrained,
-            self.min_retention,
-            self.minutes,
-            self.on_kernels,
+            max_degradation=limit,
+            mode=self.mode,
+            trials=self.trials,
+            objective=self.objective,
+            constrained=self.constrained,
+            min_retention=self.min_retention,
+            minutes=self.minutes,
+            on_kernels=self.on_kernels,
         )
         kind = CodedSearch if method == "coded" else Search
         kind.check(options)
         checkpoint = Checkpoint.open(path)
         if not self.texts:
             plan = choose_plan(path, max_degradation=limit)
-            assert plan is not None  # Nothing was checked.
+            assert plan is not None  # None is the answer only where a plan was measured.
             return plan
-        windows, documents = self._judged_on(checkpoint)
-        began = time.monotonic()  # What the unmodified model takes counts too.
+        windows, documents = self._draw_texts(checkpoint)
+        began = time.monotonic()  # Before the book, which measures the unmodified model.
         with counted("plans", "measuring the unmodified model") as show:
             book = TrialBook(
                 path,
@@ -262,31 +326,31 @@ class SearchFlags:
                 journal=output.with_suffix(".journal.jsonl"),
             )
 
-            def watch(_: Trial, best: Trial | None) -> None:
-                best_yet = "none" if best is None else f"{describe_bytes(best)} at {best.increase:+.2%}"
-                show(f"best within the limits: {best_yet}")
+            def show_best(_: Trial, best: Trial | None) -> None:
+                words = "none" if best is None else f"{describe_bytes(best)} at {best.increase:+.2%}"
+                show(f"best within the limits: {words}")
 
-            best = kind(book, options, watch, began).run()
+            best = kind(book, options, show_best, began).run()
         if documents and not book.counting:
-            message = "the unmodified model does no task: the plan is held to perplexity alone"
+            message = "the unmodified model solves none of the tasks: only perplexity limits the plan"
             warnings.warn(message, stacklevel=2)
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
-        return book.bound(best.plan)
+        return book.bind(best.plan)
 
-    def _judged_on(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[TaskDocument]]:
-        """Windows for perplexity, and sheets of other text for tasks."""
+    def _draw_texts(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[TaskDocument]]:
+        """Return windows for perplexity, and documents with questions made from other windows."""
         if self.documents < 1:
             raise EvaluationError(
-                f"documents={self.documents} must be >= 1; --min-retention 0 leaves tasks out"
+                f"--documents {self.documents}: must be at least 1; --min-retention 0 measures no tasks"
             )
         if self.text_windows < 1:
-            raise EvaluationError(f"text_windows={self.text_windows} must be >= 1")
-        wanted = self.text_windows + (self.documents if self.min_retention else 0)
-        windows, _ = text_windows(
+            raise EvaluationError(f"--text-windows {self.text_windows}: must be at least 1")
+        count = self.text_windows + (self.documents if self.min_retention else 0)
+        windows, _ = draw_windows(
             checkpoint,
             self.texts,
-            wanted,
+            count,
             self.context,
             batch=self.batch,
             seed=self.seed,
@@ -294,16 +358,19 @@ class SearchFlags:
         )
         if not self.min_retention:
             return windows, []
-        # Fewer windows than were asked for are divided alike.
-        for_tasks = max(1, len(windows) * self.documents // wanted)
+        # Where the text gives fewer windows, perplexity and tasks get the same shares of them.
+        for_tasks = max(1, len(windows) * self.documents // count)
         if for_tasks == len(windows):
-            raise TextError(f"the texts hold one window of {windows.shape[1]} tokens; tasks need another")
+            raise TextError(
+                f"--texts {' '.join(map(str, self.texts))}: one window of {windows.shape[1]} tokens, but "
+                "perplexity and tasks need one each; add text, lower --context or use --min-retention 0"
+            )
         length, config = windows.shape[1], checkpoint.config
-        # Questions begin where all plans of the search can begin a piece.
+        # Questions begin where all plans of the search can begin a chunk.
         block = class_block(length) if "classes" in self.mode else 1
         S = context_length(length, math.lcm(ALIGNMENT, block))
         tokenizer = checkpoint.tokenizer()
-        assert tokenizer is not None  # Text was read with it.
+        assert tokenizer is not None  # The text was tokenized with it.
         documents = make_task_documents(
             chosen(names(), length),
             windows[-for_tasks:, :S],
@@ -314,17 +381,17 @@ class SearchFlags:
         return windows[:-for_tasks], documents
 
 
-def given(flags: PlanFlags | SearchFlags) -> list[str]:
-    """The flags that are not at their defaults, as they are typed."""
-    named = []
+def list_changed(flags: PlanFlags | SearchFlags) -> list[str]:
+    """Return the flags that differ from their defaults, as a user types them."""
+    changed = []
     for flag in fields(flags):
         value = getattr(flags, flag.name)
         if value != flag.default:
-            named.append(f"--{'no-' if value is False else ''}{flag.name.replace('_', '-')}")
-    return named
+            changed.append(f"--{'no-' if value is False else ''}{flag.name.replace('_', '-')}")
+    return changed
 
 
-def text_windows(
+def draw_windows(
     checkpoint: Checkpoint,
     texts: Sequence[Path],
     count: int,
@@ -334,21 +401,24 @@ def text_windows(
     seed: int,
     split: Split | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """At most `count` windows of text or of a split of it, int32 [W, T], and topics; fewer with a warning.
+    """Return up to `count` windows of a text or of one split of it, int32 [W, T], and their topics.
+
+    Text for fewer windows than `count` comes with a warning.
 
     Raises:
-      TextError, CalibrationError: `count`, `context`, `batch` or `seed` is impossible, or no text.
+      TextError: no text, or not enough for one window.
+      CalibrationError: an impossible `context`, `batch` or `seed`.
     """
     if count < 1:
-        raise TextError(f"text windows={count} must be >= 1")
+        raise TextError(f"count={count}: must be at least 1 window")
     context = context or min(checkpoint.config.max_positions, WINDOW_TOKENS)
     options = CalibrationOptions(context=context, batch=batch, seed=seed)
     length = options.window_length(checkpoint.config)
     options = replace(options, tokens=count * length)
-    found = calibration_windows(checkpoint, texts, length, options, split)
-    if len(found[1]) < count:
+    windows, topics = calibration_windows(checkpoint, texts, length, options, split)
+    if len(topics) < count:
         warnings.warn(
-            f"the texts hold {len(found[1])} windows of {length} tokens, not the {count} asked for",
+            f"the texts hold only {len(topics)} of the {count} windows of {length} tokens asked for",
             stacklevel=2,
         )
-    return found
+    return windows, topics

@@ -1,10 +1,10 @@
-"""The `zdc` command."""
+"""The `zdc` command: its subcommands, their flags, and one-line errors."""
 
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -20,14 +20,24 @@ from tyro.conf import Positional
 from convert.calibration.calibrate import FEW_TOKENS, CalibrationOptions, calibrate
 from convert.cli.chat import Chat
 from convert.cli.demo import demo
+from convert.cli.errors import reword_for_flags
 from convert.cli.evaluate import Evaluate
-from convert.cli.flags import PlanFlags, SamplingFlags, SearchFlags, at_least_one
+from convert.cli.flags import (
+    DtypeFlag,
+    MaxPositionsFlag,
+    ModelFolder,
+    PlanFlags,
+    SamplingFlags,
+    SearchFlags,
+    show_default,
+    show_repeated,
+)
 from convert.cli.output import check_output
 from convert.cli.serve import Serve
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import Dtype, ModelConfig
+from zdc_jax.config import Dtype, LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.generation.api import generate, stream
@@ -42,20 +52,24 @@ from zdc_jax.planning.certificate import certificate
 
 @dataclass
 class Convert:
-    """Convert a Hugging Face folder (safetensors) or a GGUF file, without torch."""
+    """Convert a Hugging Face folder (safetensors) or a GGUF file, without torch.
 
-    source: Positional[Path]
-    """Folder with config.json, *.safetensors and a tokenizer; or a .gguf file (of a split one any part)."""
-    output: Positional[Path]
-    """Folder to write; it appears only when complete."""
-    dtype: Dtype | None = None
-    """Dtype to store; default that of the source, or bfloat16 if it is quantised (float32 is exact)."""
+    Attributes:
+      source: Folder with config.json, *.safetensors and a tokenizer; or a .gguf file, or any part of a split
+        one.
+      output: Folder to write. It appears only once it is complete.
+      dtype: Dtype to store. float32 stores quantized weights exactly.
+      overwrite: Replace an existing output folder, its calibration included.
+      verify: Compare logits with transformers after conversion. Needs torch.
+      calibrate: Text files or folders to calibrate on after conversion.
+    """
+
+    source: Annotated[Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    output: Annotated[Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    dtype: Annotated[Dtype | None, show_default("dtype of the source; bfloat16 if it is quantized")] = None
     overwrite: bool = False
-    """Replace an existing output."""
     verify: bool = False
-    """Compare logits with transformers afterwards (needs torch)."""
-    calibrate: tuple[Path, ...] = ()
-    """Text files or folders to calibrate on right after converting."""
+    calibrate: Annotated[tuple[Path, ...], show_default("none")] = ()
 
     def run(self, console: Console) -> None:
         if self.verify:
@@ -64,15 +78,15 @@ class Convert:
         console.out(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
         if self.verify:
             with jax.default_matmul_precision("highest"):
-                # Frequencies of some depend on the context: that of transformers is what it is given.
+                # Rotary frequencies may depend on the context, which is as long as the input in transformers.
                 positions = min(VERIFIED_SHAPE[1], checkpoint.config.max_positions)
                 network = load(self.output, dtype="float32", max_positions=positions).network
 
-                def logits(tokens):
-                    return np.asarray(network(tokens))
+                def compute_logits(tokens: np.ndarray) -> np.ndarray:
+                    return np.asarray(network(jax.numpy.asarray(tokens)))
 
                 error = verify_against_transformers(
-                    self.source, logits, vocab_size=checkpoint.config.vocab_size
+                    self.source, compute_logits, vocab_size=checkpoint.config.vocab_size
                 )
             console.print(f"largest difference of logits from transformers: {error:.2e} of the largest logit")
         if self.calibrate:
@@ -81,37 +95,49 @@ class Convert:
 
 @dataclass
 class Calibrate:
-    """Calibrate a converted folder on text: moments, basis, spectrum, error certificate."""
+    """Calibrate a converted folder on text: moments, basis, spectrum, error certificate and profile.
 
-    path: Positional[Path]
-    """Converted folder."""
-    texts: Positional[tuple[Path, ...]] = ()
-    """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names."""
+    Attributes:
+      path: Converted folder.
+      texts: Text files (.txt, .jsonl, .md, .rst, .py, also .xz or .gz) or folders of them. Each folder is a
+        topic.
+      from_moments: Read no text, but make another basis from the moments of an earlier calibration. --qk auto
+        and --vo auto then mean balanced, and no profile is stored.
+      overwrite: Replace an existing basis and its profile. Plans made with the old basis no longer load.
+      dtype: Dtype to run in.
+    """
+
+    path: ModelFolder
+    texts: Annotated[
+        Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="[TEXT ...]", help_behavior_hint="(required, but for --from-moments)"),
+    ] = ()
     from_moments: bool = False
-    """Take no text: make another basis from the moments of an earlier calibration. Without text, the kinds
-    that `auto` compares by perplexity are `balanced`, and no profile is left."""
     options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
     overwrite: bool = False
-    """Replace an existing basis and its profile; plans that were made with it do not load then."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
+    dtype: DtypeFlag = None
 
     def run(self, console: Console) -> None:
-        if self.from_moments == bool(self.texts):
-            raise TextError("give text to calibrate on, or --from-moments and no text")
+        if not self.texts and not self.from_moments:
+            raise TextError("TEXT is missing; give text files or folders after the model's folder")
+        if self.texts and self.from_moments:
+            raise TextError("--from-moments: reads no text; drop it, or drop TEXT")
         basis = calibrate(self.path, self.texts, self.options, overwrite=self.overwrite, dtype=self.dtype)
         _report_basis(console, basis)
 
 
 @dataclass
 class Plan:
-    """Write a plan's JSON and print it: as described by flags, or searched for within a limit."""
+    """Write a compression plan as JSON and print it. The plan is described by flags or found by a search.
 
-    path: Positional[Path]
-    """Converted and calibrated folder."""
-    output: Positional[Path]
-    """JSON file to write. Beside PLAN.json a search leaves PLAN.front.json and PLAN.front.png, the best of
-    all plans measured, and PLAN.journal.jsonl, from which it goes on when run again."""
+    Attributes:
+      path: Converted and calibrated folder.
+      output: JSON file to write. A search also writes PLAN.front.json and PLAN.front.png with the best plans
+        at each size, and PLAN.journal.jsonl, from which it resumes when run again.
+    """
+
+    path: ModelFolder
+    output: Annotated[Positional[Path], tyro.conf.arg(metavar="PLAN.json")]
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
 
@@ -120,13 +146,14 @@ class Plan:
         check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan: CompressionPlan | None
-        if not self.search.asked:
+        if not self.search.is_requested:
             plan = self.flags.build(self.path)
         else:
             plan = self.search.search(self.path, self.output, console, self.flags.method)
         if plan is None:
             raise PlanError(
-                "say what to keep: --qk/--v, --budget, --window, --max-score-error; or search: --texts"
+                "no plan described; give --budget, --max-score-error, --qk/--v, --window or --method, or "
+                "--texts to search"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
         if plan.basis:
@@ -138,71 +165,78 @@ class Plan:
 
 @dataclass
 class ProcessFlags:
-    """This process as one of several that share a mesh."""
+    """Membership of this process in a group that shares a mesh.
+
+    Attributes:
+      distributed: Join the other processes of this Slurm, Open MPI or Kubernetes job on one mesh.
+      coordinator: HOST:PORT of process 0, for processes that no such job starts.
+      num_processes: Number of processes.
+      process_id: Index of this process, from 0.
+      join_timeout: Seconds to wait for the other processes.
+    """
 
     distributed: bool = False
-    """Join the other processes of this Slurm, Open MPI or Kubernetes job, on one mesh."""
-    coordinator: str | None = None
-    """HOST:PORT of process 0, to join others without detection."""
-    num_processes: int | None = None
-    """How many there are."""
-    process_id: int | None = None
-    """Which this is, from 0."""
+    coordinator: Annotated[str | None, show_default("detected")] = None
+    num_processes: Annotated[int | None, show_default("detected")] = None
+    process_id: Annotated[int | None, show_default("detected")] = None
     join_timeout: float = 300.0
-    """Seconds to wait for the others."""
 
     def join(self, mesh: str | None) -> None:
-        """Meets the other processes, if these flags ask for it."""
-        given = (self.coordinator, self.num_processes, self.process_id)
-        if not self.distributed and given == (None, None, None):
+        """Join the other processes if these flags ask for it."""
+        described = (self.coordinator, self.num_processes, self.process_id) != (None, None, None)
+        if not self.distributed and not described:
             return
         if mesh is None:
-            raise MeshError("several processes share a mesh; give --mesh with all their devices")
-        initialize(*given, timeout=self.join_timeout)
+            raise MeshError("--mesh is missing: several processes share a mesh; give --mesh with all devices")
+        initialize(self.coordinator, self.num_processes, self.process_id, timeout=self.join_timeout)
 
 
 @dataclass
 class Generate:
-    """Continue prompts."""
+    """Continue prompts.
 
-    path: Positional[Path]
-    """Converted folder."""
-    prompts: Annotated[Positional[tuple[str, ...]], at_least_one("PROMPT")]
-    """Texts to continue; `-` reads one from standard input."""
+    Attributes:
+      path: Converted folder.
+      prompts: Texts to continue; `-` reads a text from standard input.
+      max_new_tokens: Most tokens to add to each prompt.
+      stop: Strings that end the text.
+      chat: Treat each prompt as a user's message and answer it with the model's chat template.
+      system: With --chat, system message before each prompt.
+      stream: Print text while it is generated; one prompt only.
+      mesh: Devices to use, such as data=1,sequence=4,model=2.
+      payload: Format in which devices exchange prompt activations. float8 halves their bytes and coded
+        quarters them; both round.
+      dtype: Dtype to run in.
+      max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+    """
+
+    path: ModelFolder
+    prompts: Annotated[Positional[tuple[str, ...]], show_repeated("PROMPT")]
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
-    """Most tokens to add to each prompt."""
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
-    stop: tuple[str, ...] = ()
-    """Strings that end the text."""
+    stop: Annotated[tuple[str, ...], show_default("none")] = ()
     chat: bool = False
-    """Each prompt is a user's message, put into the model's chat template, and is replied to."""
-    system: str | None = None
-    """What the model is told before the message (with --chat)."""
+    system: Annotated[str | None, show_default("none")] = None
     stream: bool = False
-    """Print text as it comes (one prompt only)."""
-    mesh: str | None = None
-    """Devices to use, such as data=1,sequence=4,model=2; default one."""
+    mesh: Annotated[str | None, show_default("one device")] = None
     payload: Payload = "native"
-    """What they exchange of a prompt; float8 takes half of the bytes and coded a quarter, and both round."""
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-    max_positions: int | None = None
-    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
+    dtype: DtypeFlag = None
+    max_positions: MaxPositionsFlag = None
 
     def run(self, console: Console) -> None:
         if not self.prompts:
-            raise PromptError("give at least one prompt after the model's folder")
+            raise PromptError("PROMPT is missing; give at least one prompt after the model's folder")
         prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
         if self.system is not None and not self.chat:
-            raise PromptError("--system belongs to a chat; add --chat")
-        arguments: dict[str, Any] = {"sampling": self.sampling.build(), "stop": self.stop}
+            raise PromptError("--system: applies to a chat only; add --chat")
+        options: dict[str, Any] = {"sampling": self.sampling.build(), "stop": self.stop}
         if self.stream and len(prompts) != 1:
-            raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
+            raise PromptError(f"--stream: only one prompt can be streamed, got {len(prompts)}")
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
         self.processes.join(self.mesh)
-        is_first = jax.process_index() == 0  # Others compute the same and say nothing.
+        is_first = jax.process_index() == 0  # The other processes compute the same and print nothing.
         plan = self.flags.build(self.path)
         model = load(
             self.path,
@@ -212,16 +246,16 @@ class Generate:
             mesh=mesh,
             payload=self.payload,
         )
-        given: Sequence[Prompt] = prompts
+        inputs: Sequence[Prompt] = prompts
         if self.chat:
-            given = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
-            arguments["stop_tokens"] = chat_stop_tokens(model)
+            inputs = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
+            options["stop_tokens"] = chat_stop_tokens(model)
         if self.stream:
-            for delta in stream(model, given, self.max_new_tokens, **arguments):
+            for delta in stream(model, inputs, self.max_new_tokens, **options):
                 print(delta.text if is_first else "", end="", flush=True)
             print(end="\n" if is_first else "")
             return
-        result = generate(model, given, self.max_new_tokens, **arguments)
+        result = generate(model, inputs, self.max_new_tokens, **options)
         if not is_first:
             return
         for prompt, completion in zip(prompts, result.completions, strict=True):
@@ -231,45 +265,54 @@ class Generate:
         console.print(
             f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
             f"prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for {tokens} "
-            f"tokens, {result.timings.compile:.2f} s of both compiling[/dim]",
+            f"tokens, both including {result.timings.compile:.2f} s of compilation[/dim]",
             soft_wrap=True,
         )
 
 
 @dataclass
 class Inspect:
-    """Print what a converted folder holds; --check recomputes its hashes."""
+    """Print the model and the calibration in a converted folder.
 
-    path: Positional[Path]
-    """Converted folder."""
+    Attributes:
+      path: Converted folder.
+      check: Recompute the hashes of all files and compare them with the manifest.
+    """
+
+    path: ModelFolder
     check: bool = False
-    """Recompute the hashes of its files."""
 
     def run(self, console: Console) -> None:
         checkpoint = Checkpoint.open(self.path)
         if self.check:
             checkpoint.check()
             console.print("all hashes match")
-        described = {"layers": _grouped(checkpoint.config), "fingerprint": checkpoint.fingerprint}
-        console.print_json(data=checkpoint.config.to_json() | described)
+        summary = {"layers": _describe_layers(checkpoint.config), "fingerprint": checkpoint.fingerprint}
+        console.print_json(data=checkpoint.config.to_json() | summary)
         if (checkpoint.calibration_path / "basis").exists():
             _report_basis(console, stored_basis(checkpoint))
 
 
 @dataclass
 class Demo:
-    """Convert, calibrate and generate, and print a table of plans: what they take and what they cost."""
+    """Convert, calibrate and generate; print cache size and perplexity of several plans.
 
-    source: Path | None = None
-    """Hugging Face folder or GGUF file; default the small checkpoint that ships with the package."""
+    Attributes:
+      source: Hugging Face folder or GGUF file.
+      output: Folder for the converted model and the report.
+    """
+
+    source: Annotated[Path | None, show_default("the small checkpoint in the package")] = None
     output: Path = Path("demo-output")
-    """Folder for the converted model and the report."""
 
     def run(self, console: Console) -> None:
         demo(self.output, console, self.source)
 
 
-DESCRIPTION = "Compress Q, K and V of a converted model. --version alone prints the version."
+DESCRIPTION = """Compress the KV cache of a language model.
+
+Convert a model, calibrate it on text and make a plan; then generate, chat or serve with --plan.
+`zdc COMMAND --help` lists the flags of a command; `zdc --version` prints the version."""
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": Convert,
     "calibrate": Calibrate,
@@ -283,48 +326,42 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _grouped(config: ModelConfig) -> list[dict[str, Any]]:
-    """Runs of layers alike: how many, and what they are beyond the defaults."""
+def _describe_layers(config: ModelConfig) -> list[dict[str, Any]]:
+    """Return runs of equal layers: their count, and their settings that differ from the defaults."""
     runs = [(layer, len(list(run))) for layer, run in groupby(config.layers)]
-    return [{"count": count} | _beyond_defaults(layer) for layer, count in runs]
+    return [{"count": count} | _list_changes(layer) for layer, count in runs]
 
 
-def _beyond_defaults(instance: Any) -> dict[str, Any]:
-    """Fields of a dataclass, and of dataclasses in them, that are not at their defaults."""
-    values = ((each.name, getattr(instance, each.name), each.default) for each in fields(instance))
+def _list_changes(spec: LayerSpec | RopeConfig) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, also those of dataclasses in fields."""
+    values = ((each.name, getattr(spec, each.name), each.default) for each in fields(spec))
     return {
-        name: _beyond_defaults(value) if is_dataclass(value) else value
+        name: _list_changes(value) if isinstance(value, RopeConfig) else value
         for name, value, default in values
         if value != default
     }
 
 
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
-    """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
-    config = checkpoint.config
-
-    def size(plan):
-        return plan.bytes(config.max_positions, 1, config.dtype)
-
-    share = size(plan) / size(CompressionPlan.full(config))
+    """Print to standard error the size of a plan's cache at the model's positions, and its certificate."""
+    config, full = checkpoint.config, CompressionPlan.full(checkpoint.config)
+    stored, stored_full = (each.bytes(config.max_positions, 1, config.dtype) for each in (plan, full))
+    share = stored / stored_full
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(
         f"KV cache: {share:.1%} of the unmodified model's bytes at {config.max_positions:,} tokens; "
-        f"{cut} of {layers} layers see no distant tokens",
+        f"{cut} of {layers} layers drop all tokens outside the window",
         file=sys.stderr,
     )
-
-    def read(plan):
-        return plan.bytes_read(config.max_positions, config.dtype)
-
-    if (read_share := read(plan) / read(CompressionPlan.full(config))) < share - 1e-3:
-        print(f"a decoded token reads {read_share:.1%} of what it reads without a plan", file=sys.stderr)
+    read, read_full = (each.bytes_read(config.max_positions, config.dtype) for each in (plan, full))
+    if (read_share := read / read_full) < share - 1e-3:
+        print(f"decoding a token reads {read_share:.1%} of the unmodified model's bytes", file=sys.stderr)
     if plan.rotated and cut < layers and (checkpoint.calibration_path / "basis").exists():
-        print(f"far pairs: {certificate(plan, stored_basis(checkpoint))}", file=sys.stderr)
+        print(f"certificate: {certificate(plan, stored_basis(checkpoint))}", file=sys.stderr)
 
 
 def _report_basis(console: Console, basis: Basis) -> None:
-    """Prints the certificate: relative error of scores and outputs at each quarter of the coordinates."""
+    """Print the certificate: relative error of scores and outputs at each quarter of the coordinates."""
     H = basis.k_map.shape[-1]
     table = Table(title=f"basis: QK {basis.qk_kind}, VO {basis.vo_kind}, {basis.num_tokens:,} tokens")
     for column in ("kept", "score error, mean", "worst head", "value error, mean", "worst head"):
@@ -339,32 +376,44 @@ def _report_basis(console: Console, basis: Basis) -> None:
     console.print(f"worst condition number of a head's basis: {worst:.3g}")
     if basis.num_tokens < FEW_TOKENS:
         console.print(
-            f"a poor basis: {basis.num_tokens:,} tokens are few, calibrate on at least {FEW_TOKENS:,}",
+            f"inaccurate basis: calibrated on {basis.num_tokens:,} tokens; use at least {FEW_TOKENS:,}",
             soft_wrap=True,
         )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend.
+    """Run `zdc` and return its exit status.
 
-    An interrupt is one line and status 130.
+    An error that the user can correct is one line on standard error and status 2; an interrupt is status 130.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         print(f"zdc {version('zdc-jax')}")
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    command = None
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: print(
+            f"warning: {reword_for_flags(str(message), command)}", file=sys.stderr
+        )
         try:
-            tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, prog="zdc", description=DESCRIPTION, args=arguments
-            ).run(Console())
+            command = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS,
+                prog="zdc",
+                description=DESCRIPTION,
+                args=arguments,
+                config=(tyro.conf.DisallowNone,),
+            )
+            command.run(Console())
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        except (ZDCError, OSError, NotImplementedError) as error:  # The last: refusals, with their reasons.
-            print(f"error: {error}", file=sys.stderr)
+        except (
+            ZDCError,
+            OSError,
+            NotImplementedError,
+        ) as error:  # `NotImplementedError` names unsupported cases.
+            print(f"error: {reword_for_flags(str(error), command)}", file=sys.stderr)
             return 2
     return 0
 

@@ -1,72 +1,74 @@
-"""`zdc serve`: a model behind OpenAI's API."""
+"""`zdc serve`: an HTTP server with OpenAI's API."""
 
 import asyncio
 import os
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from tyro.conf import Positional
 
-from convert.cli.flags import PlanFlags
-from zdc_jax.config import Dtype
+from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlags, show_default
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
-"""Of the extra `serve`."""
+"""Packages of the extra `serve`."""
 
 
 @dataclass
 class Serve:
-    """Serve a model to many clients at once, by OpenAI's API: completions, chat, metrics.
+    """Serve a model over HTTP with OpenAI's API: completions, chat completions and metrics.
 
-    Clients must show the key in the environment variable ZDC_API_KEY, if it is set.
+    If the environment variable ZDC_API_KEY is set, clients must send its value as their API key.
+
+    Attributes:
+      path: Converted folder.
+      host: Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts
+        connections from any machine.
+      port: Port to listen on; 0 picks a free one.
+      name: Model name that clients send.
+      max_sequences: Most requests to run at once.
+      max_model_len: Most tokens in a prompt and its answer together.
+      cache_tokens: Tokens that the KV cache has room for. Not for methods that evict tokens, such as h2o, nor
+        for plans with token classes.
+      chunk: Prompt tokens to read in one step, a power of two. A large chunk delays tokens of running
+        requests.
+      decode_steps: Tokens per request that one step decodes while no request waits and no prompt is read.
+        Values above 1 are faster on a mesh and on a CPU, and send tokens in bursts.
+      max_waiting: Longest request queue. Further requests get HTTP 429.
+      replicas: Engines to run on this machine, each on its own GPU if there are any. Requests survive the
+        loss of an engine. Needs the extra `ray`.
+      drain_seconds: Seconds that running requests get to finish when the server is stopped.
+      mesh: Devices to use, such as sequence=2,model=4. Long prompts are divided over both axes, all other
+        work by heads.
+      dtype: Dtype to run in.
+      max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
     """
 
-    path: Positional[Path]
-    """Converted folder."""
+    path: ModelFolder
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     host: str = "127.0.0.1"
-    """Address to listen at; only this machine reaches the default. 0.0.0.0 is for everyone."""
     port: int = 8000
-    """Port to listen at; 0 for any that is free."""
-    name: str | None = None
-    """What clients call the model; default the folder's name."""
+    name: Annotated[str | None, show_default("name of the folder")] = None
     max_sequences: int = 8
-    """Requests that are answered at once."""
-    max_model_len: int | None = None
-    """Tokens of a prompt and its answer together; default the model's positions."""
-    cache_tokens: int | None = None
-    """Tokens that the cache has room for; default as many as all rows of the longest take, or as fit. Not for
-    methods that keep whole rows, h2o and its like."""
+    max_model_len: Annotated[int | None, show_default("the model's positions")] = None
+    cache_tokens: Annotated[int | None, show_default("room for all requests, or what fits")] = None
     chunk: int = 2048
-    """Prompt tokens read between two tokens of other answers, a power of two."""
-    decode_steps: int | None = None
-    """Tokens of each answer that come at once where nobody waits and no prompt is read; default 4 on a mesh,
-    1 elsewhere. Four are faster than one on a mesh and on a CPU."""
+    decode_steps: Annotated[int | None, show_default("4 on a mesh, else 1")] = None
     max_waiting: int = 256
-    """Requests that may wait; more are told to come again."""
-    replicas: int | None = None
-    """Engines on this machine, each on its own GPU if there are any; answers outlive the death of one. Needs
-    the extra `ray`."""
+    replicas: Annotated[int | None, show_default("one engine in this process")] = None
     drain_seconds: float = 30.0
-    """What requests under way have to end in, once the server is told to."""
-    mesh: str | None = None
-    """Devices, such as sequence=2,model=4: long prompts are divided over both, all else by heads."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-    max_positions: int | None = None
-    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
+    mesh: Annotated[str | None, show_default("one device")] = None
+    dtype: DtypeFlag = None
+    max_positions: MaxPositionsFlag = None
 
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
-            raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+            raise PromptError(f"zdc serve needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
         self._check()
         config = self._config()
         plan = self.flags.build(self.path)
@@ -97,9 +99,11 @@ class Serve:
         self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str
     ) -> None:
         if self.mesh is not None:
-            raise PromptError(f"mesh={self.mesh!r} and replicas={replicas}: a replica has one device")
+            raise PromptError(
+                f"--mesh {self.mesh}: not with --replicas {replicas}, as each has one device; drop one flag"
+            )
         if find_spec("ray") is None:
-            raise PromptError("--replicas needs ray; run: pip install 'zdc-jax[ray]'")
+            raise PromptError(f"--replicas {replicas}: needs ray; run: pip install 'zdc-jax[ray]'")
         from zdc_jax.replicas.run import serve_replicas
         from zdc_jax.replicas.settings import ReplicaSettings
 
@@ -117,13 +121,13 @@ class Serve:
         serve_replicas(settings, host=self.host, port=self.port)
 
     def _check(self) -> None:
-        """Raises `PromptError` for numbers that would show only once the model is loaded, or not at all."""
-        if not 0 <= self.port <= 65535:  # The system takes it modulo 65536.
-            raise PromptError(f"port={self.port} must be 0 to 65535")
+        """Raise `PromptError` for values that would fail only after the model is loaded, or never."""
+        if not 0 <= self.port <= 65535:  # The system would use it modulo 65536.
+            raise PromptError(f"--port {self.port}: must be 0 to 65535")
         if self.replicas is not None and self.replicas < 1:
-            raise PromptError(f"replicas={self.replicas} must be at least 1")
+            raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
-            raise PromptError(f"drain_seconds={self.drain_seconds} must be a finite number >= 0")
+            raise PromptError(f"--drain-seconds {self.drain_seconds}: must be a finite number, at least 0")
 
     def _config(self) -> EngineConfig:
         return EngineConfig(
@@ -137,11 +141,11 @@ class Serve:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `PromptError` where no server can listen now: the port is taken, or no such host is here."""
+    """Raise `PromptError` if no server can listen: the port is taken, or the host is not of this machine."""
 
     async def listen() -> None:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
         server.close()
 
-    with foreign_errors_as(PromptError, f"cannot listen at host={host!r}, port={port}"):
+    with foreign_errors_as(PromptError, f"cannot listen on --host {host} --port {port}"):
         asyncio.run(listen())

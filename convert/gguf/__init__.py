@@ -1,1 +1,1 @@
-"""GGUF files: their headers, weights and tokenizers, as a Hugging Face folder would have them."""
+"""Reading of GGUF files: headers, weights and tokenizers, in the layout of Hugging Face folders."""

@@ -1,7 +1,7 @@
-"""How byte-level vocabularies split text before their merges apply, by `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level vocabularies by their GGUF name, `tokenizer.ggml.pre`.
 
-A file keeps only the name. What it means is that of the original tokenizers, whose patterns llama.cpp quotes
-(`llm_tokenizer_bpe` in src/llama-vocab.cpp).
+A file has only the name of its pre-tokenizer. The patterns here are those of the original tokenizers, as
+quoted by llama.cpp (`llm_tokenizer_bpe` in src/llama-vocab.cpp).
 """
 
 import warnings
@@ -28,71 +28,71 @@ _GPT4O = (
 
 @dataclass(frozen=True)
 class PreTokenization:
-    """One way to split text into pieces, which tokens do not cross.
+    """A way to split text into words, which tokens do not cross.
 
     Attributes:
-      pattern: of the pieces; None: that of GPT-2.
-      digits: each digit is a piece, before the pattern applies.
-      whole_pieces: a piece that is a token is not merged from smaller ones.
-      adds_bos: the first token of a text begins it, where a file does not say.
-      nfc: text is composed (Unicode's NFC) first.
+      pattern: regular expression of the words; None for the pattern of GPT-2.
+      digits: whether each digit is a word, before the pattern applies.
+      keeps_tokens: whether a word that is a token is used as it is, without merges.
+      adds_bos: whether texts begin with the BOS token unless the file says otherwise.
+      nfc: whether text is first normalized to Unicode's NFC.
     """
 
     pattern: str | None = None
     digits: bool = False
-    whole_pieces: bool = False
+    keeps_tokens: bool = False
     adds_bos: bool = False
     nfc: bool = False
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Its form in the `tokenizers` library."""
+        """Build the pre-tokenizer of the `tokenizers` library."""
         steps: list[pre_tokenizers.PreTokenizer]
         if self.pattern is None:
             steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         else:
-            pieces = pre_tokenizers.Split(Regex(self.pattern), "isolated")
-            steps = [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            split = pre_tokenizers.Split(Regex(self.pattern), "isolated")
+            steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         if self.digits:
             steps = [pre_tokenizers.Digits(individual_digits=True), *steps]
         return pre_tokenizers.Sequence(steps)
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Its form in the `tokenizers` library."""
+        """Build the normalizer of the `tokenizers` library, or return None where text is not normalized."""
         return normalizers.NFC() if self.nfc else None
 
 
-_LLAMA3_PIECES = PreTokenization(_LLAMA3, whole_pieces=True, adds_bos=True)
-_DIGITS = PreTokenization(digits=True)
+_LLAMA3_SPLIT = PreTokenization(_LLAMA3, keeps_tokens=True, adds_bos=True)
+_DIGITS_SPLIT = PreTokenization(digits=True)
 PRE_TOKENIZATIONS = {
     "gpt-2": PreTokenization(),
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA3_PIECES,
-    "llama3": _LLAMA3_PIECES,
-    "llama-v3": _LLAMA3_PIECES,
-    "falcon3": _LLAMA3_PIECES,
+    "smollm": _DIGITS_SPLIT,
+    "starcoder": _DIGITS_SPLIT,
+    "refact": _DIGITS_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
     "dbrx": PreTokenization(_LLAMA3),
     "smaug-bpe": PreTokenization(_LLAMA3),
     "qwen2": PreTokenization(_QWEN2, nfc=True),
     "deepseek-r1-qwen": PreTokenization(_QWEN2),
-    "tekken": PreTokenization(_TEKKEN, whole_pieces=True, adds_bos=True),
+    "tekken": PreTokenization(_TEKKEN, keeps_tokens=True, adds_bos=True),
     "gpt-4o": PreTokenization(_GPT4O),
 }
 UNNAMED = ("", "default")
-"""Files of before the name was kept, and of converters that did not know it."""
+"""Names in files of old converters, and of converters that did not recognize the pre-tokenizer."""
 
 
-def pre_tokenization(name: object) -> PreTokenization:
-    """The way to split of that name; files that name none get GPT-2's, with a warning.
+def get_pre_tokenization(name: object) -> PreTokenization:
+    """Return a pre-tokenization by name; without a name, warn and return that of GPT-2.
 
     Raises:
-      ConversionError: a name that is not known. Another split would give other tokens without a word.
+      ConversionError: the name is unknown. A wrong split would silently produce other tokens.
     """
     if name in UNNAMED:
         warnings.warn(
-            "the file does not name its pre-tokenizer (tokenizer.ggml.pre), so text is split as GPT-2 does; "
-            "tokens may differ from those that the model was trained on",
+            "the file does not name its pre-tokenizer (tokenizer.ggml.pre), so text is split as for GPT-2; "
+            "tokens may differ from those of the model's training",
             stacklevel=2,
         )
         return PreTokenization()

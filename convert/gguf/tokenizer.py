@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file → its tokenizer, in the form of the `tokenizers` library."""
+"""Construction of a tokenizer of the `tokenizers` library from the metadata of a GGUF file."""
 
 import math
 from collections import Counter
@@ -9,24 +9,26 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from convert.gguf.pretokenizers import pre_tokenization
+from convert.gguf.pretokenizers import get_pre_tokenization
 from convert.gguf.reader import GGUF
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
 SPACE = "▁"
-"""How pieces of SentencePiece write one."""
+"""Spelling of a space in tokens of SentencePiece."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Special tokens of tokenizer_config.json, and their names in files."""
+"""Names of special tokens in tokenizer_config.json, and in GGUF."""
 PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's other special tokens take the space behind them along, which no value of a file says."""
+"""Special tokens of Phi-3 that leave a following space alone. All others absorb it, which no value says."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens in the order of their ids, the type of each, and all values `tokenizer.ggml.*` by name.
+    """Vocabulary of a GGUF file.
 
-    Raises:
-      ConversionError: no tokens, a token twice, or lists that do not fit them.
+    Attributes:
+      tokens: tokens in the order of their ids.
+      types: type of each token, a `gguf.TokenType`.
+      values: all values `tokenizer.ggml.*` by name.
     """
 
     tokens: Sequence[str]
@@ -35,23 +37,31 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: GGUF) -> "Vocabulary":
-        """That of a file."""
-        start = "tokenizer.ggml."
+        """Read the vocabulary of a file.
+
+        Raises:
+          ConversionError: there are no tokens, a token occurs twice, or lists have another length.
+        """
+        prefix = "tokenizer.ggml."
         values = {
-            key.removeprefix(start): file.metadata[key] for key in file.metadata if key.startswith(start)
+            key.removeprefix(prefix): file.metadata[key] for key in file.metadata if key.startswith(prefix)
         }
         if not values.get("tokens"):
-            raise ConversionError(f"{file.path} has no tokenizer: it lacks tokenizer.ggml.tokens")
-        tokens = _listed(values, "tokens", str)
+            raise ConversionError(f"{file.path} has no tokenizer: tokenizer.ggml.tokens is missing")
+        tokens = _get_list(values, "tokens", str)
         untyped = {"token_type": [int(TokenType.NORMAL)] * len(tokens)}
-        types = _listed(untyped | values, "token_type", int, len(tokens))
+        types = _get_list(untyped | values, "token_type", int, len(tokens))
         if len(tokens) != len(set(tokens)):
-            twice, _ = Counter(tokens).most_common(1)[0]
-            raise ConversionError(f"tokenizer.ggml.tokens: {twice!r:.80} occurs twice")
+            duplicate, _ = Counter(tokens).most_common(1)[0]
+            raise ConversionError(f"tokenizer.ggml.tokens: {duplicate!r:.80} occurs twice")
         return cls(tokens, types, values)
 
-    def special(self, name: str) -> tuple[str, int] | None:
-        """A special token and its id; None where the file names none. Raises for an id that is no token's."""
+    def get_special(self, name: str) -> tuple[str, int] | None:
+        """Return a special token and its id, or None where the file has none.
+
+        Raises:
+          ConversionError: the id is outside the vocabulary.
+        """
         index = self.values.get(f"{name}_token_id")
         if index is None:
             return None
@@ -61,24 +71,28 @@ class Vocabulary:
             )
         return self.tokens[index], index
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean value; raises `ConversionError` for another type."""
+    def parse_flag(self, name: str, default: bool) -> bool:
+        """Return a boolean value; raise `ConversionError` for another type."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise ConversionError(f"tokenizer.ggml.{name}={value!r:.80} must be true or false")
         return value
 
-    def ids(self) -> dict[str, int]:
-        """Token → id."""
+    def map_ids(self) -> dict[str, int]:
+        """Return the id of each token."""
         return {token: index for index, token in enumerate(self.tokens)}
 
-    def of_type(self, kind: TokenType) -> list[str]:
-        """The tokens of a type."""
+    def list_tokens(self, kind: TokenType) -> list[str]:
+        """Return the tokens of a type."""
         return [token for token, other in zip(self.tokens, self.types, strict=True) if other == kind]
 
 
-def _listed(values: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
-    """A value that is a list of such elements, of so many; raises `ConversionError` for another."""
+def _get_list(values: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
+    """Return a value that must be a list of `count` elements of one type.
+
+    Raises:
+      ConversionError: the value is not such a list.
+    """
     value = values.get(name)
     if not isinstance(value, list) or not all(type(each) is kind for each in value):
         raise ConversionError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}")
@@ -88,10 +102,10 @@ def _listed(values: Mapping[str, Any], name: str, kind: type, count: int | None 
 
 
 def build_tokenizer(file: GGUF) -> Tokenizer:
-    """The tokenizer of a file, with its special tokens, and with those that begin and end a text.
+    """Build the tokenizer of a file, with special tokens and the tokens that begin and end a text.
 
     Raises:
-      ConversionError: none, a damaged one, or a kind that is not supported.
+      ConversionError: the tokenizer is missing, damaged or of a kind that is not supported.
     """
     vocabulary = Vocabulary.read(file)
     kind = vocabulary.values.get("model")
@@ -102,16 +116,22 @@ def build_tokenizer(file: GGUF) -> Tokenizer:
     with foreign_errors_as(ConversionError, f"cannot build the tokenizer of {file.path}"):
         tokenizer, adds_bos = KINDS[kind](vocabulary)
         strips = kind == "llama" and file.metadata.get("general.architecture") == "phi3"
-        tokenizer.add_special_tokens(_added(vocabulary, TokenType.CONTROL, strips=strips))
-        tokenizer.add_tokens(_added(vocabulary, TokenType.USER_DEFINED, strips=strips))
-        _add_ends(tokenizer, vocabulary, adds_bos)
+        tokenizer.add_special_tokens(_list_added_tokens(vocabulary, TokenType.CONTROL, strips=strips))
+        tokenizer.add_tokens(_list_added_tokens(vocabulary, TokenType.USER_DEFINED, strips=strips))
+        _add_special_ends(tokenizer, vocabulary, adds_bos)
     return tokenizer
 
 
-def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[AddedToken]:
-    """Tokens of a type, found in text before anything else; special ones are left out of what is shown."""
-    special, tokens = kind is TokenType.CONTROL, vocabulary.of_type(kind)
-    unknown = vocabulary.special("unknown")
+def _list_added_tokens(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[AddedToken]:
+    """Return the tokens of a type as added tokens, which match before the text is split.
+
+    Args:
+      vocabulary: the vocabulary.
+      kind: type of the tokens. Control tokens are special: decoding leaves them out.
+      strips: whether tokens absorb a following space, but for `PHI3_KEEPS_SPACE`.
+    """
+    special, tokens = kind is TokenType.CONTROL, vocabulary.list_tokens(kind)
+    unknown = vocabulary.get_special("unknown")
     if special and unknown is not None and unknown[0] not in tokens:
         tokens.append(unknown[0])
     return [
@@ -121,11 +141,11 @@ def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[Add
     ]
 
 
-def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """GPT-2's kind: bytes, written as letters, and merges."""
-    split = pre_tokenization(vocabulary.values.get("pre", ""))
-    pairs = [_pair(merge) for merge in _listed(vocabulary.values, "merges", str)]
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids(), pairs, ignore_merges=split.whole_pieces))
+def _build_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Build a tokenizer like GPT-2's, of bytes spelled as letters, and return whether it adds BOS."""
+    split = get_pre_tokenization(vocabulary.values.get("pre", ""))
+    pairs = [_split_merge(merge) for merge in _get_list(vocabulary.values, "merges", str)]
+    tokenizer = Tokenizer(models.BPE(vocabulary.map_ids(), pairs, ignore_merges=split.keeps_tokens))
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     if (normalizer := split.normalizer()) is not None:
@@ -133,23 +153,26 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     return tokenizer, split.adds_bos
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    """Both sides of a merge; the first may begin with a space of its own."""
-    at = merge.find(" ", 1)
-    if at < 0:
-        raise ConversionError(f"tokenizer.ggml.merges: {merge!r:.80} must be two tokens and a space between")
-    return merge[:at], merge[at + 1 :]
+def _split_merge(merge: str) -> tuple[str, str]:
+    """Split a merge into its two tokens, the first of which may begin with a space."""
+    space = merge.find(" ", 1)
+    if space < 0:
+        raise ConversionError(f"tokenizer.ggml.merges: {merge!r:.80} must be two tokens with a space between")
+    return merge[:space], merge[space + 1 :]
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Llama 2's kind: the pair that makes the token of the highest score merges first; the rest is bytes."""
-    if vocabulary.flag("remove_extra_whitespaces", False):
+def _build_sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Build a tokenizer like Llama 2's, and return whether it adds BOS.
+
+    The pair whose merged token has the highest score merges first. Unknown characters become bytes.
+    """
+    if vocabulary.parse_flag("remove_extra_whitespaces", False):
         raise ConversionError("tokenizer.ggml.remove_extra_whitespaces=True is not supported; only False is")
-    unknown = vocabulary.special("unknown")
+    unknown = vocabulary.get_special("unknown")
     tokenizer = Tokenizer(
         models.BPE(
-            vocabulary.ids(),
-            _merges(vocabulary),
+            vocabulary.map_ids(),
+            _list_merges(vocabulary),
             unk_token=unknown and unknown[0],
             fuse_unk=True,
             byte_fallback=True,
@@ -157,7 +180,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     )
     spaces = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.parse_flag("add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -166,11 +189,11 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     return tokenizer, True
 
 
-def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """All pairs of tokens that make another, the highest score first, and the first id among equals."""
-    scores = _listed(vocabulary.values, "scores", float, len(vocabulary.tokens))
+def _list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that join to a token, by falling score and then by rising id."""
+    scores = _get_list(vocabulary.values, "scores", float, len(vocabulary.tokens))
     if not all(math.isfinite(score) for score in scores):
-        raise ConversionError("tokenizer.ggml.scores hold NaN or Inf")
+        raise ConversionError("tokenizer.ggml.scores has NaN or Inf")
     ids = {
         token: index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -178,42 +201,45 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     }
     merges = []
     for token in sorted(ids, key=lambda token: (-scores[ids[token]], ids[token])):
-        halves = ((token[:at], token[at:]) for at in range(len(token) - 1, 0, -1))
+        halves = ((token[:split], token[split:]) for split in range(len(token) - 1, 0, -1))
         merges += [(left, right) for left, right in halves if left in ids and right in ids]
     return merges
 
 
-KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
-"""By `tokenizer.ggml.model`: the tokenizer, and whether texts begin with a token where files do not say."""
+KINDS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+"""Builders by `tokenizer.ggml.model`; each returns a tokenizer, and whether it adds BOS by default."""
 
 
-def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
-    """Tokens before and after each text."""
-    ends = {"bos": adds_bos, "eos": False}
-    found = {
-        name: vocabulary.special(name)
-        for name, default in ends.items()
-        if vocabulary.flag(f"add_{name}_token", default)
+def _add_special_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
+    """Make the tokenizer add BOS and EOS to texts where the file asks for them."""
+    defaults = {"bos": adds_bos, "eos": False}
+    added = {
+        name: vocabulary.get_special(name)
+        for name, default in defaults.items()
+        if vocabulary.parse_flag(f"add_{name}_token", default)
     }
-    if absent := [name for name, token in found.items() if token is None]:
-        raise ConversionError(f"tokenizer.ggml.{absent[0]}_token_id is absent, but texts get that token")
-    if found:
-        template = [*(["bos"] if "bos" in found else []), "$A", *(["eos"] if "eos" in found else [])]
+    if absent := [name for name, token in added.items() if token is None]:
+        raise ConversionError(
+            f"tokenizer.ggml.{absent[0]}_token_id is missing, but add_{absent[0]}_token requires it"
+        )
+    if added:
+        template = [*(["bos"] if "bos" in added else []), "$A", *(["eos"] if "eos" in added else [])]
         tokens = [
-            {"id": name, "ids": [index], "tokens": [token]}
-            for name, (token, index) in ((name, pair) for name, pair in found.items() if pair is not None)
+            {"id": name, "ids": [pair[1]], "tokens": [pair[0]]}
+            for name, pair in added.items()
+            if pair is not None
         ]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
-def tokenizer_config(file: GGUF) -> dict[str, Any]:
-    """What tokenizer_config.json of the same model would say: special tokens, and the template of chats.
+def make_tokenizer_config(file: GGUF) -> dict[str, Any]:
+    """Return the tokenizer_config.json of the same model: special tokens and the chat template.
 
     Raises:
-      ConversionError: as `build_tokenizer`; a template that is no text.
+      ConversionError: the vocabulary is damaged, or the chat template is not a text.
     """
     vocabulary = Vocabulary.read(file)
-    special = {f"{name}_token": vocabulary.special(theirs) for name, theirs in SPECIAL.items()}
+    special = {f"{name}_token": vocabulary.get_special(theirs) for name, theirs in SPECIAL.items()}
     config: dict[str, Any] = {name: pair[0] for name, pair in special.items() if pair is not None}
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None:

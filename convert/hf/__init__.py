@@ -1,1 +1,1 @@
-"""Hugging Face folders: their configs, weights and the way back."""
+"""Reading of Hugging Face folders, and export to them."""

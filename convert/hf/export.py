@@ -1,4 +1,4 @@
-"""Our parameters → a Hugging Face folder, through the same key table as the other way."""
+"""Export of parameters to a Hugging Face folder, with the key tables of the conversion."""
 
 import json
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from convert.hf.config import hf_config
-from convert.hf.weights import SINGLE, entries
+from convert.hf.config import export_config
+from convert.hf.weights import SINGLE, list_entries
 from zdc_jax.config import ModelConfig
 from zdc_jax.files import whole_file
 
 
-def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Parameters `{"embeddings": …, "layers": […]}` under their source keys, in source shapes."""
+def export_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Return parameters `{"embeddings": …, "layers": […]}` under Hugging Face's keys and in its shapes."""
     trees = [(None, params["embeddings"]), *enumerate(params["layers"])]
     tensors: dict[str, list[np.ndarray]] = {}
     for layer, tree in trees:
-        for entry in entries(config, layer):
+        for entry in list_entries(config, layer):
             leaf = tree
             for name in entry.path:
                 leaf = leaf[name]
@@ -28,17 +28,17 @@ def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, 
 
 
 def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors`, which `convert` reads, each whole or not at all.
+    """Write `config.json` and `model.safetensors`; each file appears complete or not at all.
 
-    The tokenizer is the caller's.
+    The caller writes the tokenizer.
 
     Raises:
-      ConversionError: a model that Hugging Face's configuration of the family cannot describe.
+      ConversionError: Hugging Face's settings for the family cannot describe the model.
     """
     folder = Path(folder)
-    described = hf_config(config)
+    raw_config = export_config(config)
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(folder / SINGLE) as file:
-        save_file(source_tensors(params, config), file, metadata={"format": "pt"})
+        save_file(export_tensors(params, config), file, metadata={"format": "pt"})
     with whole_file(folder / "config.json") as file:
-        file.write_text(json.dumps(described, indent=2) + "\n")
+        file.write_text(json.dumps(raw_config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a source of `convert`."""
+"""Source of `convert` for Hugging Face folders."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,51 +12,54 @@ from convert.hf.weights import HFWeights
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
-COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+COPIED_FILES = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 class HFFolder:
-    """config.json, safetensors (one file or shards) and a tokenizer; see `convert.source.Source`."""
+    """Folder with config.json, safetensors and a tokenizer, as a `convert.source.Source`."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def config(self, dtype: str) -> ModelConfig:
-        """The architecture of config.json."""
         return parse_config(self.path, dtype)
 
     @cached_property
     def weights(self) -> HFWeights:
-        """The safetensors."""
+        """Tensors of the safetensors."""
         return HFWeights(self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; older ones (sentencepiece models, vocab.json with merges.txt) through transformers.
+        """Read the tokenizer; transformers converts sentencepiece models and vocab.json with merges.txt.
 
         Raises:
-          ConversionError: no tokenizer, or an unreadable one.
+          ConversionError: the tokenizer is missing or unreadable.
         """
         path = self.path / "tokenizer.json"
         with foreign_errors_as(ConversionError, f"cannot read the tokenizer of {self.path}"):
             if path.exists():
                 return Tokenizer.from_file(str(path))
             if (self.path / "tokenizer.model").exists() or (self.path / "vocab.json").exists():
-                from transformers import AutoTokenizer  # Seconds to import, rarely needed.
+                from transformers import AutoTokenizer  # Imported here because it takes seconds.
 
                 return AutoTokenizer.from_pretrained(self.path).backend_tokenizer
             raise ConversionError(
-                f"{self.path} has no tokenizer: expected tokenizer.json (or tokenizer.model, or vocab.json "
-                "with merges.txt)"
+                f"{self.path} has no tokenizer; add tokenizer.json (or tokenizer.model, or vocab.json with "
+                "merges.txt)"
             )
 
     def files(self) -> dict[str, bytes]:
-        """Those of `COPIED` that are there."""
-        paths = (self.path / name for name in COPIED)
+        paths = (self.path / name for name in COPIED_FILES)
         return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """Its name, its dtype and the release of transformers that wrote it."""
+        """Name of the folder, dtype of its weights, and the release of transformers that wrote it."""
         version = read_json(self.path / "config.json").get("transformers_version")
         return {
             "name": self.path.resolve().name,
@@ -66,5 +69,4 @@ class HFFolder:
 
     @property
     def reference(self) -> Mapping[str, Any]:
-        """The folder."""
         return {"pretrained_model_name_or_path": self.path}

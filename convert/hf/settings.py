@@ -1,4 +1,4 @@
-"""Settings of `config.json` that several families share, read and written."""
+"""Parsing and export of the settings in `config.json` that several families share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,16 +19,20 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 HF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
-def flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean setting, `default` where it is absent or null; raises `ConversionError` for another type."""
+def parse_flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a boolean setting, or `default` where it is absent or null.
+
+    Raises:
+      ConversionError: the setting has another type.
+    """
     value = default if raw.get(name) is None else raw[name]
     if not isinstance(value, bool):
         raise ConversionError(f"{name}={value!r:.80} must be true or false")
     return value
 
 
-def activation(name: Any) -> Activation:
-    """Our name of an activation; raises `ConversionError` for an unsupported one."""
+def parse_activation(name: Any) -> Activation:
+    """Return our name of an activation; raise `ConversionError` for an unsupported one."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ConversionError(
             f"activation {name!r:.80} is not supported; supported are {sorted(ACTIVATIONS)}"
@@ -37,10 +41,15 @@ def activation(name: Any) -> Activation:
 
 
 def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Both the old form (`rope_theta`, `rope_scaling`, which goes first) and the new one (`rope_parameters`).
+    """Parse the rotary settings, in the old form or in the new.
 
-    What follows from other settings (attention factors, original positions) is resolved as in transformers.
-    A missing setting raises `KeyError`, an unsupported one `ConversionError`.
+    The old form has `rope_theta` and `rope_scaling`, the new one `rope_parameters`. Where both exist,
+    `rope_scaling` wins. Values that follow from other settings (attention factors, original positions) are
+    derived as in transformers.
+
+    Raises:
+      KeyError: a setting is missing.
+      ConversionError: a setting is not supported.
     """
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta = float(settings.get("rope_theta", raw.get("rope_theta", 10_000.0)))
@@ -48,56 +57,61 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     share = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise ConversionError(f"partial_rotary_factor={share!r:.80} is not supported; only 1 is")
-    if kind not in _ROPE:
-        raise ConversionError(f"rope type {kind!r:.80} is not supported; supported are {sorted(_ROPE)}")
-    return RopeConfig(theta=theta, kind=kind, **_ROPE[kind](settings, raw))
+    if kind not in _ROPE_PARSERS:
+        raise ConversionError(
+            f"rope type {kind!r:.80} is not supported; supported are {sorted(_ROPE_PARSERS)}"
+        )
+    return RopeConfig(theta=theta, kind=kind, **_ROPE_PARSERS[kind](settings, raw))
 
 
-def _factor(settings: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_linear(settings: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
     return {"factor": float(settings["factor"])}
 
 
-def _llama3(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _factor(settings, raw) | {
+def _parse_llama3(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _parse_linear(settings, raw) | {
         "low_freq_factor": float(settings["low_freq_factor"]),
         "high_freq_factor": float(settings["high_freq_factor"]),
-        "original_max_positions": _original(settings, raw),
+        "original_max_positions": _parse_original_positions(settings, raw),
     }
 
 
-def _dynamic(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _factor(settings, raw) | {"original_max_positions": int(raw["max_position_embeddings"])}
+def _parse_dynamic(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _parse_linear(settings, raw) | {"original_max_positions": int(raw["max_position_embeddings"])}
 
 
-def _original(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
-    """Beside the rotary settings (Phi-3), among them, or, where neither says, all positions."""
-    name = "original_max_position_embeddings"
+def _parse_original_positions(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
+    """Return the positions of the original training; all positions where no setting gives them."""
+    name = "original_max_position_embeddings"  # Next to the rotary settings in Phi-3, else among them.
     return int(raw.get(name) or settings.get(name) or raw["max_position_embeddings"])
 
 
-def _yarn(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    original = _original(settings, raw)
+def _parse_yarn(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    original = _parse_original_positions(settings, raw)
     factor = float(settings.get("factor") or raw["max_position_embeddings"] / original)
     attention = settings.get("attention_factor")
     if attention is None:
 
-        def length(by):
-            return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1
+        def compute_scale(mscale: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
-        by, by_all = settings.get("mscale"), settings.get("mscale_all_dim")
-        attention = length(by) / length(by_all) if by and by_all else length(1)
+        mscale, mscale_all = settings.get("mscale"), settings.get("mscale_all_dim")
+        if mscale and mscale_all:
+            attention = compute_scale(mscale) / compute_scale(mscale_all)
+        else:
+            attention = compute_scale(1)
     return {
         "factor": factor,
         "original_max_positions": original,
         "attention_factor": float(attention),
         "beta_fast": float(settings.get("beta_fast") or 32),
         "beta_slow": float(settings.get("beta_slow") or 1),
-        "truncate": flag(settings, "truncate", True),
+        "truncate": parse_flag(settings, "truncate", True),
     }
 
 
-def _longrope(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    original = _original(settings, raw)
+def _parse_longrope(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    original = _parse_original_positions(settings, raw)
     factor = float(settings.get("factor") or raw["max_position_embeddings"] / original)
     attention = settings.get("attention_factor")
     if attention is None:
@@ -110,13 +124,13 @@ def _longrope(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, 
     }
 
 
-_ROPE: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]] = {
+_ROPE_PARSERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]] = {
     "default": lambda settings, raw: {},
-    "linear": _factor,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "dynamic": _dynamic,
+    "linear": _parse_linear,
+    "llama3": _parse_llama3,
+    "yarn": _parse_yarn,
+    "longrope": _parse_longrope,
+    "dynamic": _parse_dynamic,
 }
 
 _HF_ROPE = {
@@ -124,8 +138,8 @@ _HF_ROPE = {
     "short_factors": "short_factor",
     "long_factors": "long_factor",
 }
-"""Hugging Face's names of fields whose names differ from ours."""
-_WRITTEN = {
+"""Hugging Face's names of fields that have other names here."""
+_EXPORTED_FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
@@ -135,44 +149,52 @@ _WRITTEN = {
 }
 
 
-def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
-    """`rope_parameters`; inverse of `parse_rope`."""
+def export_rope(rope: RopeConfig | None) -> dict[str, Any]:
+    """Return the settings `rope_parameters`; inverse of `parse_rope`."""
     if rope is None:
         return {}
     settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": rope.kind}
-    for name in _WRITTEN[rope.kind]:
+    for name in _EXPORTED_FIELDS[rope.kind]:
         value = getattr(rope, name)
         settings[_HF_ROPE.get(name, name)] = list(value) if isinstance(value, tuple) else value
     return settings
 
 
-def with_windows(
-    layers: tuple[LayerSpec, ...], raw: Mapping[str, Any], slides: Callable[[int], bool]
+def add_windows(
+    layers: tuple[LayerSpec, ...], raw: Mapping[str, Any], is_sliding: Callable[[int], bool]
 ) -> tuple[LayerSpec, ...]:
-    """Layers with windows of `sliding_window` tokens where `layer_types` says so; without it, where `slides`.
+    """Give sliding layers a window of `sliding_window` tokens.
 
-    Raises `ConversionError` for types that are not supported.
+    Args:
+      layers: layers without windows.
+      raw: settings. `layer_types` says which layers slide.
+      is_sliding: decides by the layer's index where `layer_types` is absent.
+
+    Raises:
+      ConversionError: `layer_types` or `sliding_window` is malformed.
     """
     types = raw.get("layer_types")
     if types is None:
-        types = [SLIDING if slides(index) else FULL for index in range(len(layers))]
+        types = [SLIDING if is_sliding(index) else FULL for index in range(len(layers))]
     if not isinstance(types, list) or len(types) != len(layers):
-        raise ConversionError(f"layer_types={types!r:.80} must be a list of {len(layers)}")
+        raise ConversionError(f"layer_types={types!r:.80} must be a list of {len(layers)} types")
     if others := [kind for kind in types if kind not in (SLIDING, FULL)]:
-        raise ConversionError(f"layer type {others[0]!r:.80} must be one of {[SLIDING, FULL]}")
+        raise ConversionError(
+            f"layer_types: {others[0]!r:.80} is not supported; supported are {[SLIDING, FULL]}"
+        )
     if SLIDING not in types:
         return layers
     window = raw["sliding_window"]
     if window is None:
-        raise ConversionError("sliding_window=null must be an integer where layers slide")
+        raise ConversionError("sliding_window=null must be an integer, because some layers are sliding")
     return tuple(
         replace(layer, window=window) if kind == SLIDING else layer
         for layer, kind in zip(layers, types, strict=True)
     )
 
 
-def window_settings(config: ModelConfig) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`; inverse of `with_windows` for windows alike."""
+def export_windows(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings `sliding_window` and `layer_types`; inverse of `add_windows` for equal windows."""
     windows = [layer.window for layer in config.layers]
     return {
         "sliding_window": max((window for window in windows if window is not None), default=None),

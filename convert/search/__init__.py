@@ -1,1 +1,1 @@
-"""Plans searched by measuring them."""
+"""Search for compression plans by measuring them, and the fit of the predictor."""

@@ -1,4 +1,4 @@
-"""Plans of two token classes by the paper's few numbers, and a descent through them (ZDC §5.2, Eq. 6)."""
+"""Search of plans with two token classes: the paper's parameters, and a greedy descent (ZDC §5.2, Eq. 6)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +17,19 @@ FRACTIONS = (0.1, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class ClassNumbers:
-    """What a plan of token classes is made of, the same in all layers but for the share of important tokens.
+    """Parameters of a plan with token classes; all layers share them but for the share of important tokens.
 
-    important, rest, leaders: ranks of the two classes, and of all tokens in the leaders of groups. first,
-    last: share of important tokens in the first and in the last group, in (0, 1), linear between. group:
-    layers a group, at least 1; the last may have fewer. window, sinks, block: tokens, as in the plan.
+    Attributes:
+      important: ranks of important tokens.
+      rest: ranks of the other tokens.
+      leaders: ranks of all tokens in the leading layer of each group.
+      first: share of important tokens in the first group, in (0, 1). Shares are linear between first and
+        last.
+      last: share of important tokens in the last group, in (0, 1).
+      group: layers per group, at least 1; the last group may have fewer.
+      window: recent tokens at full rank.
+      sinks: first tokens at full rank.
+      block: tokens that are classified together.
     """
 
     important: LayerRanks
@@ -36,32 +44,34 @@ class ClassNumbers:
 
     @classmethod
     def largest(cls, config: ModelConfig, *, constrained: bool, block: int) -> Self:
-        """Everything kept, the smallest groups, no window; `constrained`: one level less of the rest.
+        """Return the largest plan: all coordinates, the smallest groups and no window.
+
+        With `constrained`, unimportant tokens keep one rank level less.
 
         Raises:
-          PlanError: the head dim has no smaller rank for the rest.
+          PlanError: the head dimension allows no smaller rank.
         """
         levels, full = rank_levels(config.head_dim), LayerRanks(config.head_dim, config.head_dim)
         if constrained and len(levels) == 1:
             raise PlanError(
-                f"head_dim={config.head_dim} has no smaller rank for the rest of the tokens; "
-                "classes need one, or constrained=False"
+                "constrained=True: unimportant tokens need a smaller rank, and head_dim="
+                f"{config.head_dim} allows none; use constrained=False or another mode"
             )
         rest = LayerRanks(levels[-2], levels[-2]) if constrained else full
-        return cls(full, rest, full, FRACTIONS[-1], FRACTIONS[-1], group_sizes(config)[0], block=block)
+        return cls(full, rest, full, FRACTIONS[-1], FRACTIONS[-1], list_group_sizes(config)[0], block=block)
 
-    def plan(self, config: ModelConfig) -> CompressionPlan:
-        """The plan, for any model of this shape."""
+    def make_plan(self, config: ModelConfig) -> CompressionPlan:
+        """Make the plan for any model of this shape."""
         L = config.num_layers
         leaders = tuple(range(0, L, self.group))
         shares = tuple(round(float(x), 4) for x in np.linspace(self.first, self.last, len(leaders)))
 
-        def in_layers(ranks):
+        def spread(ranks: LayerRanks) -> tuple[LayerRanks, ...]:
             return tuple(self.leaders if i in leaders else ranks for i in range(L))
 
-        classes = TokenClasses(leaders, shares, in_layers(self.important), self.block)
+        classes = TokenClasses(leaders, shares, spread(self.important), self.block)
         return CompressionPlan(
-            in_layers(self.rest),
+            spread(self.rest),
             config.num_kv_heads,
             config.head_dim,
             self.sinks,
@@ -70,89 +80,101 @@ class ClassNumbers:
         )
 
     def meets_constraints(self) -> bool:
-        """Eq. 6: important shares do not fall with depth, the rest keeps less of Q/K and of V than the
-        important tokens, and Q/K no more than V."""
-        less = self.rest.qk < self.important.qk and self.rest.v < self.important.v
-        pairs = self.important, self.rest, self.leaders
-        return self.first <= self.last and less and all(ranks.qk <= ranks.v for ranks in pairs)
+        """Return whether the plan satisfies Eq. 6.
 
-    def neighbours(
+        The share of important tokens does not fall with depth. Unimportant tokens keep less of Q/K and of V
+        than important tokens. No class keeps more of Q/K than of V.
+        """
+        keeps_less = self.rest.qk < self.important.qk and self.rest.v < self.important.v
+        pairs = self.important, self.rest, self.leaders
+        return self.first <= self.last and keeps_less and all(ranks.qk <= ranks.v for ranks in pairs)
+
+    def list_neighbors(
         self, config: ModelConfig, size: Callable[[CompressionPlan], float], *, constrained: bool
     ) -> dict[str, "ClassNumbers"]:
-        """Plans with one number one level on that are smaller by `size`, by the number's name.
+        """Return the smaller plans that differ in one parameter by one level, by the parameter's name.
 
-        `constrained` leaves out those that break Eq. 6.
+        Args:
+          config: the model.
+          size: size of a plan.
+          constrained: leave out plans that violate Eq. 6.
         """
-        found = self._ranks_lower(config) | self._shares_lower()
-        if larger := [n for n in group_sizes(config) if n > self.group]:
-            found["group"] = replace(self, group=larger[0])
-        now = size(self.plan(config))
+        candidates = self._lower_ranks(config) | self._lower_shares()
+        if larger := [n for n in list_group_sizes(config) if n > self.group]:
+            candidates["group"] = replace(self, group=larger[0])
+        own_size = size(self.make_plan(config))
         return {
             name: other
-            for name, other in found.items()
-            if (other.meets_constraints() or not constrained) and size(other.plan(config)) < now
+            for name, other in candidates.items()
+            if (other.meets_constraints() or not constrained) and size(other.make_plan(config)) < own_size
         }
 
-    def _ranks_lower(self, config: ModelConfig) -> dict[str, "ClassNumbers"]:
-        """Important tokens never keep less than the rest: no plan can say that."""
-        levels, found = rank_levels(config.head_dim), {}
+    def _lower_ranks(self, config: ModelConfig) -> dict[str, "ClassNumbers"]:
+        """Return the steps to lower ranks; a plan cannot keep less of important tokens than of the rest."""
+        levels, steps = rank_levels(config.head_dim), {}
         for name in ("important", "rest", "leaders"):
             ranks: LayerRanks = getattr(self, name)
             for part in ("qk", "v"):
                 floor = getattr(self.rest, part) if name == "important" else 0
                 if lower := [level for level in levels if floor <= level < getattr(ranks, part)]:
-                    kept: dict[str, Any] = {part: lower[-1]}
-                    step: dict[str, Any] = {name: replace(ranks, **kept)}
-                    found[f"{name}.{part}"] = replace(self, **step)
-        return found
+                    rank: dict[str, Any] = {part: lower[-1]}
+                    change: dict[str, Any] = {name: replace(ranks, **rank)}
+                    steps[f"{name}.{part}"] = replace(self, **change)
+        return steps
 
-    def _shares_lower(self) -> dict[str, "ClassNumbers"]:
-        found = {}
+    def _lower_shares(self) -> dict[str, "ClassNumbers"]:
+        steps = {}
         for name in ("first", "last"):
             if lower := [share for share in FRACTIONS if share < getattr(self, name)]:
-                step: dict[str, Any] = {name: lower[-1]}
-                found[name] = replace(self, **step)
-        return found
+                change: dict[str, Any] = {name: lower[-1]}
+                steps[name] = replace(self, **change)
+        return steps
 
 
-def group_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Layers a group that a search tries: powers of two, and all layers. A group of one has no classes."""
+def list_group_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """Return the layers per group that a search tries: powers of two from 2, and all layers."""
     L = config.num_layers
     return (*(1 << power for power in range(1, L.bit_length()) if 1 << power < L), L)
 
 
 def descend(
     start: ClassNumbers,
-    neighbours: Callable[[ClassNumbers], dict[str, ClassNumbers]],
+    list_neighbors: Callable[[ClassNumbers], dict[str, ClassNumbers]],
     size: Callable[[ClassNumbers], float],
     increase: Callable[[ClassNumbers], float],
     limit: float,
 ) -> ClassNumbers:
-    """Steps from `start` to smaller neighbours, the least increase for what it saves first (ours).
+    """Descend from `start` to smaller plans, always by the least increase of cost per size saved (ours).
 
-    A step's price is measured anew only when it would come first, as if prices only rose while plans shrink
-    (lazy greedy), and a step that led beyond the limit is not tried again: a fraction of the trials. Returns
-    the last within the limit, or `start`.
+    Lazy greedy search: the price of a step is measured again only when the step would come first, as if
+      prices
+    only rose while plans shrink. A step that led beyond the limit is not tried again. Both save most trials.
 
     Args:
-      neighbours: smaller ones, by name of the step. size, increase: of a plan; `increase` measures.
-      limit: on the cost.
+      start: parameters of the first plan.
+      list_neighbors: returns smaller plans by the name of the step.
+      size: size of a plan.
+      increase: measures the cost of a plan.
+      limit: largest cost.
+
+    Returns:
+      The last plan within the limit, or `start`.
     """
-    here, now = start, increase(start)
+    here, cost = start, increase(start)
     prices: dict[str, float] = {}
-    beyond: set[str] = set()
-    while now <= limit:
-        steps = {name: other for name, other in neighbours(here).items() if name not in beyond}
-        measured: dict[str, float] = {}
+    failed: set[str] = set()
+    while cost <= limit:
+        steps = {name: other for name, other in list_neighbors(here).items() if name not in failed}
+        costs: dict[str, float] = {}
         while steps:
             name = min(steps, key=lambda step: prices.get(step, -np.inf))
-            if name in measured:
-                here, now = steps[name], measured[name]
+            if name in costs:
+                here, cost = steps[name], costs[name]
                 break
-            measured[name] = increase(steps[name])
-            prices[name] = (measured[name] - now) / (size(here) - size(steps[name]))
-            if measured[name] > limit:
-                beyond.add(name)
+            costs[name] = increase(steps[name])
+            prices[name] = (costs[name] - cost) / (size(here) - size(steps[name]))
+            if costs[name] > limit:
+                failed.add(name)
                 del steps[name]
         else:
             break

@@ -1,10 +1,15 @@
-"""Search for the smallest plan of method `coded` within the limits, then for the least that is read (ours).
+"""Search for plans of method `coded`: the smallest within the limits, then the one that reads least (ours).
 
-The stages of `convert.search.search`, with *grades* in the place of ranks: so many coordinates at so many
-bits. Prediction goes by what calibration measured of layers without far tokens, and by the error of scores.
-Then one grade of keys and one of values are measured in each layer; what others cost is foretold from that
-error. All far tokens are read there; near ones have eight bits. A last stage lets layers read fewer far
-tokens: first one choice for all, the furthest within the limits, then single layers one choice further.
+*Near* tokens are those in window and sinks, *far* tokens are all others. The search has the stages of
+`convert.search.search`, with precisions (ranks and bits) instead of ranks:
+
+1. Predict. Losses of plans come from the calibrated losses of layers without far tokens, and from the error
+   of scores at each precision.
+2. Measure layers. The stage measures one precision of keys and one of values in each layer. Losses at the
+   other precisions follow from the error of scores. Layers read all far tokens; near tokens have eight bits.
+3. Refine, as in `Search`. A step may also halve the window.
+4. Read less. All layers read only chosen far tokens, as few as the limits allow. Then single layers read
+   fewer.
 """
 
 import contextlib
@@ -15,7 +20,7 @@ from itertools import product
 import numpy as np
 from jaxtyping import Float
 
-from convert.search.search import REFINE_FAILURES, Exhausted, Measured, Search, SearchOptions
+from convert.search.search import REFINE_FAILURES, Exhausted, MeasureLevel, Search, SearchOptions
 from convert.search.trials import Trial
 from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.coded_scan import INDEX_BITS
@@ -27,21 +32,28 @@ from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import LayerCosts, Precision
 
 SHORTEST_WINDOW = 16
-"""Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
+"""Shortest window that steps halve to, in tokens. Next to quantized tokens, a window takes a large share."""
 KERNEL_HEADS = (64, 128, 256)
-"""Head dims of which kernels decode every grade."""
+"""Head dimensions for which the kernels decode every precision."""
 LEAST_INDEX_BITS = 4
-"""Fewest of an index."""
+"""Fewest bits of an index. With fewer bits, an index chooses tokens badly."""
 CHOICE_SHARE = {"bytes": 1 / 5, "read": 2 / 5}
-"""Of trials and minutes, left to the last stage, by objective. Its first plans have settings that no layer
-had before, and take longest to compile."""
-HELD_LIMIT = 2 / 3
-"""Share of the limits that what is held may use up where what is read is to be least."""
+"""Share of trials and minutes reserved for the last stage, by objective.
+
+The first plans of that stage take longest to compile, because no earlier plan has layers like theirs.
+"""
+STORED_LIMIT = 2 / 3
+"""Share of the limits that plans may use before the last stage, with the objective `read`."""
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """So many coordinates of keys choose so many far tokens, which are read."""
+    """Choice of the far tokens that a layer reads.
+
+    Attributes:
+      index: coordinates of keys by which tokens are chosen.
+      read: far tokens that are read.
+    """
 
     index: int
     read: int
@@ -55,72 +67,81 @@ CHOICES = (
     TokenChoice(16, 256),
     TokenChoice(16, 128),
 )
-"""By falling bytes read. No choice has more of either number than one before it, so that costs rise."""
+"""Choices by falling bytes read. Neither number rises from one choice to the next, so costs do not fall."""
 
 
-def choices_for(context: int) -> tuple[TokenChoice, ...]:
-    """Those that read at most a quarter of a context."""
+def list_choices(context: int) -> tuple[TokenChoice, ...]:
+    """Return the choices that read at most a quarter of a context."""
     return tuple(choice for choice in CHOICES if choice.read <= context // 4)
 
 
-def choosing(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
-    """The layer where only chosen tokens are read. Its index has four bits at least: with fewer it chooses
-    badly. What is held grows by what the index takes more than before."""
-    codes = ranks.settings
-    assert isinstance(codes, Settings)
-    index = max(codes.index, min(choice.index, ranks.qk - INDEX_STEP))
-    bits = max(codes.bits_index if codes.index else codes.bits_k, LEAST_INDEX_BITS)
-    return replace(ranks, settings=replace(codes, bits_index=bits, index=index, read=choice.read))
+def limit_reads(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
+    """Return a layer that reads only chosen tokens.
 
-
-def choosing_on_kernels(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
-    """`choosing` with an index that kernels read, of as many coordinates or more; else the same layer.
-
-    It may have fewer bits than the one before.
+    The index may need more coordinates or bits than the layer had, and so may grow the cache.
     """
-    codes, rank = ranks.settings, ranks.qk
-    assert isinstance(codes, Settings)
+    settings = ranks.settings
+    assert isinstance(settings, Settings)
+    index = max(settings.index, min(choice.index, ranks.qk - INDEX_STEP))
+    bits = max(settings.bits_index if settings.index else settings.bits_k, LEAST_INDEX_BITS)
+    return replace(ranks, settings=replace(settings, bits_index=bits, index=index, read=choice.read))
+
+
+def limit_reads_on_kernels(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
+    """Return a layer that reads only chosen tokens, by the smallest index that the GPU kernels can read.
+
+    The index has at least the choice's coordinates, and may have fewer bits than before. Where no such index
+    exists, the layer stays the same.
+    """
+    settings, rank = ranks.settings, ranks.qk
+    assert isinstance(settings, Settings)
     fitting = [
         (index, bits)
         for index, bits in product(range(RANK_STEP, rank, RANK_STEP), INDEX_BITS)
-        if index >= choice.index and bits >= max(LEAST_INDEX_BITS, codes.bits_k)
-        if index_fits(index, bits) and plane_fits(rank - index, codes.bits_k)
+        if index >= choice.index and bits >= max(LEAST_INDEX_BITS, settings.bits_k)
+        if index_fits(index, bits) and plane_fits(rank - index, settings.bits_k)
     ]
     if not fitting:
         return ranks
     index, bits = min(fitting, key=lambda size: (size[0] * size[1], size))
-    return replace(ranks, settings=replace(codes, index=index, bits_index=bits, read=choice.read))
+    return replace(ranks, settings=replace(settings, index=index, bits_index=bits, read=choice.read))
 
 
 class CodedSearch(Search):
-    """`Search` for plans of method `coded`: mode `window`, fewest bytes held or read."""
+    """Search for plans of method `coded` with the fewest bytes stored or read; its mode is `window`."""
 
     reading = False
-    """Whether size is what a token reads, as in the last stage, and not what is held."""
+    """Whether size means the bytes that a token reads, as in the last stage, and not the bytes stored."""
 
     @classmethod
     def check(cls, options: SearchOptions) -> None:
-        """`Search.check`."""
         for name, allowed in (("mode", ("window",)), ("objective", ("bytes", "read"))):
             if (value := getattr(options, name)) not in allowed:
-                raise PlanError(f"{name}={value!r}: plans of method 'coded' are searched by one of {allowed}")
+                words = " or ".join(map(repr, allowed))
+                raise PlanError(f"{name}={value!r}: must be {words} for plans of method 'coded'")
 
     def size(self, plan: CompressionPlan) -> float:
-        """`Search.size`."""
         return self.book.read_share(plan) if self.reading else self.book.share(plan)
 
     def run(self) -> Trial:
-        """`Search.run`; raises `PlanError` first where kernels do not decode the model's heads."""
+        """Search and return the best plan.
+
+        Raises:
+          PlanError: the kernels cannot decode the model's heads, or no plan is within the limits.
+        """
         H = self.config.head_dim
         if self.options.on_kernels and H not in KERNEL_HEADS:
-            raise PlanError(f"on_kernels=True: kernels decode heads of {KERNEL_HEADS} coordinates, not {H}")
+            raise PlanError(
+                f"on_kernels=True: the kernels decode head dimensions {KERNEL_HEADS}, this model has {H}; "
+                "use on_kernels=False"
+            )
         return super().run()
 
-    def _window_search(self) -> None:
+    def _search_window(self) -> None:
         self.budget = 1 - CHOICE_SHARE[self.options.objective]
-        self.allowed = 1 if self.options.objective == "bytes" else HELD_LIMIT
+        self.allowed = 1 if self.options.objective == "bytes" else STORED_LIMIT
         with contextlib.suppress(Exhausted):
-            super()._window_search()
+            super()._search_window()
         self.budget, self.allowed = 1, 1
         if self.best is not None:
             self.reading = True
@@ -129,53 +150,56 @@ class CodedSearch(Search):
     def _forecast(self) -> Forecast:
         return coded_forecast(self.config, self.book.profile, self.book.basis)
 
-    def _levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
+    def _list_levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
         return coded_levels(self.config.head_dim)
 
-    def _costs(
-        self, layer: int, levels: Sequence[Precision], measured: Measured
+    def _measure_levels(
+        self, layer: int, levels: Sequence[Precision], measure: MeasureLevel
     ) -> Float[np.ndarray, "levels 2"]:
-        """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
-        return np.outer(key_shares(self.book.basis, layer, levels), measured(levels[0]))
+        """Measure the lowest precision, whose loss stands out most, and scale it by the error of scores."""
+        return np.outer(key_shares(self.book.basis, layer, levels), measure(levels[0]))
 
-    def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+    def _make_plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return coded_plan(self.config, ranks, window)
 
-    def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
-        """Also the plan with half the window."""
-        steps, half = super()._steps(costs, plan), plan.window // 2
+    def _list_steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
+        """Return the plans one step below `plan`, cheapest first, and the plan with half the window."""
+        steps, half = super()._list_steps(costs, plan), plan.window // 2
         return [*steps, replace(plan, window=half)] if half >= SHORTEST_WINDOW else steps
 
     def _read_less(self, plan: CompressionPlan) -> None:
-        """From a plan that reads everything: each layer goes so many steps along the choices.
+        """Move layers of a plan that reads all tokens along the choices while the limits hold.
 
-        Layers go first whose far tokens matter least, as was measured, or foretold if time was out before.
+        Layers whose far tokens matter least move first. Their costs were measured, or are predicted where
+        time ran out before the measurement.
         """
         costs = self.costs or next(iter(self._forecast().costs.values()))
-        choices = choices_for(self.length)
-        chosen = choosing_on_kernels if self.options.on_kernels else choosing
+        choices = list_choices(self.length)
+        limit = limit_reads_on_kernels if self.options.on_kernels else limit_reads
 
-        def after(steps: Sequence[int]) -> CompressionPlan:
-            def far(ranks, step):
-                return chosen(ranks, choices[step - 1]) if step and ranks.qk else ranks
-
-            return replace(plan, layers=tuple(map(far, plan.layers, steps)))
+        def make_plan(steps: Sequence[int]) -> CompressionPlan:
+            """Return the plan whose layers use the choices at these positions; 0 reads all tokens."""
+            layers = (
+                limit(ranks, choices[step - 1]) if step and ranks.qk else ranks
+                for ranks, step in zip(plan.layers, steps, strict=True)
+            )
+            return replace(plan, layers=tuple(layers))
 
         L = len(plan.layers)
-        alike = [after([step] * L) for step in range(len(choices) + 1)]
-        self.last_within(alike[1:])
+        uniform = [make_plan([step] * L) for step in range(len(choices) + 1)]
+        self.find_last_within(uniform[1:])
         assert self.best is not None
-        steps = [alike.index(self.best.plan)] * L
-        left, failures = {layer for layer in range(L) if plan.layers[layer].qk}, 0
+        steps = [uniform.index(self.best.plan)] * L
+        movable, failures = {layer for layer in range(L) if plan.layers[layer].qk}, 0
         while failures < REFINE_FAILURES:
-            left = {layer for layer in left if steps[layer] < len(choices)}
-            if not left:
+            movable = {layer for layer in movable if steps[layer] < len(choices)}
+            if not movable:
                 break
-            layer = min(left, key=lambda layer: (steps[layer], costs.cut[layer], layer))
+            layer = min(movable, key=lambda layer: (steps[layer], costs.cut[layer], layer))
             further = [step + (index == layer) for index, step in enumerate(steps)]
-            less = after(further)  # The same where keys have no room for the wider index.
-            if less == self.best.plan or self.try_plan(less) is self.best:
+            candidate = make_plan(further)  # Equal to the best where keys have no room for the wider index.
+            if candidate == self.best.plan or self.try_plan(candidate) is self.best:
                 steps, failures = further, 0
-            else:  # Further on it costs more yet.
-                left.remove(layer)
+            else:  # Further choices of this layer cost even more.
+                movable.remove(layer)
                 failures += 1

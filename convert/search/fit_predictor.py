@@ -1,4 +1,4 @@
-"""Fits the predictor of plans to what searches measured on several models (ZDC §5.2; form of it ours)."""
+"""Fit of the predictor of a plan's degradation to searches on several models (ZDC §5.2; its form is ours)."""
 
 import json
 from collections.abc import Sequence
@@ -16,25 +16,35 @@ from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.files import whole_file
+from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.predictor import Features, Predictor, Weights, floor_nats, layer_nats
 from zdc_jax.planning.profile import Profile
 
 STEPS, LEARNING_RATE = 800, 0.03
 NOISE = 2e-3
-"""Nats a token below which degradations are not told apart."""
-COUNTED = (3e-3, 0.15)
-"""Degradations, nats a token, from which the margin is taken."""
+"""Degradation below which the fit makes no distinction, in nats per token."""
+MARGIN_RANGE = (3e-3, 0.15)
+"""Range of degradations from which the margin is computed, in nats per token."""
 MARGIN_QUANTILE = 0.9
-"""Share of the plans of other models whose degradation the margin covers."""
+"""Share of plans of unseen models whose degradation the margin covers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observations:
-    """What one model's searches measured, with its features.
+    """Plans measured by the searches on one model, with the features that predict their degradation.
 
-    windows [W], ranks [Q], far_nats [L], score_error and value_error [L, Q] as in `Profile`; write [L, W] is
-    its `relative_write`. plans: (window, ((R, Z), …)) without token classes; nats: increase of their mean
-    negative log likelihood.
+    Attributes:
+      name: name of the model.
+      rotary: whether the model has rotary embeddings.
+      head_dim: head dimension.
+      windows: windows of the profile, [W].
+      ranks: ranks of the profile, [Q].
+      write: `Profile.relative_write`, [L, W].
+      far_nats: as in `Profile`, [L].
+      score_error: as in `Profile`, [L, Q].
+      value_error: as in `Profile`, [L, Q].
+      plans: window and ranks ((R, Z), …) of each plan without token classes.
+      nats: increase of the negative log-likelihood under each plan, nats per token.
     """
 
     name: str
@@ -50,17 +60,18 @@ class Observations:
     nats: np.ndarray
 
     @classmethod
-    def of(cls, name: str, config: ModelConfig, profile: Profile, trials: Sequence[Trial]) -> Self:
-        """Of those trials whose plans have a window and ranks of the profile, and no token classes."""
+    def from_trials(cls, name: str, config: ModelConfig, profile: Profile, trials: Sequence[Trial]) -> Self:
+        """Collect the trials whose plans have a window and ranks of the profile, and no token classes."""
         levels = {0, *profile.ranks.tolist(), config.head_dim}
 
-        def ranks(plan):
+        def list_ranks(plan: CompressionPlan) -> tuple[tuple[int, int], ...]:
             return tuple((layer.qk, layer.v) for layer in plan.layers)
 
-        def known(plan):
-            return plan.window in profile.windows and levels.issuperset(sum(ranks(plan), ()))
+        def has_features(plan: CompressionPlan) -> bool:
+            ranks = {rank for pair in list_ranks(plan) for rank in pair}
+            return plan.window in profile.windows and ranks <= levels and plan.classes is None
 
-        kept = [t for t in trials if known(t.plan) and t.plan.classes is None]
+        usable = [trial for trial in trials if has_features(trial.plan)]
         return cls(
             name,
             config.is_rotary,
@@ -71,12 +82,12 @@ class Observations:
             profile.far_nats,
             profile.score_error,
             profile.value_error,
-            tuple((trial.plan.window, ranks(trial.plan)) for trial in kept),
-            np.log1p([trial.increase for trial in kept]),
+            tuple((trial.plan.window, list_ranks(trial.plan)) for trial in usable),
+            np.log1p([trial.increase for trial in usable]),
         )
 
     def features(self) -> Features:
-        """Of all plans: arrays [P, L]."""
+        """Return the features of all plans, arrays [P, L]."""
         ranks = np.array([plan for _, plan in self.plans])
         level = np.searchsorted([0, *self.ranks, self.head_dim], ranks)
         window = np.searchsorted(self.windows, [window for window, _ in self.plans])
@@ -92,7 +103,7 @@ class Observations:
         return Features(*map(jnp.asarray, columns))
 
     def save(self, path: Path) -> None:
-        """Writes JSON, whole or not at all."""
+        """Write JSON; the file appears complete or not at all."""
         rounded = {
             name: value.round(7).tolist() if isinstance(value, np.ndarray) else value
             for name, value in asdict(self).items()
@@ -102,58 +113,62 @@ class Observations:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what `save` wrote; raises `PlanError` where it is something else."""
+        """Read observations that `save` wrote; raise `PlanError` for any other file."""
         try:
             value: dict[str, Any] = json.loads(path.read_text())
             plans = tuple((window, tuple(map(tuple, plan))) for window, plan in value.pop("plans"))
             value = {name: np.array(x) if isinstance(x, list) else x for name, x in value.items()}
             return cls(**value, plans=plans)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{path} holds no observations of plans: {error!r}") from error
+            raise PlanError(f"{path} is not a file of observations: {error!r}") from error
 
 
-class _Set(NamedTuple):
+class _TrainingSet(NamedTuple):
     features: Features
     nats: Array
 
 
 def fit(observations: Sequence[Observations]) -> Predictor:
-    """The predictor that fits all models best, each counting alike.
+    """Fit a predictor to several models of equal weight.
 
-    Adam on the Huber loss of log degradations. The margin is that of each model under the others' fit.
+    Adam minimizes the Huber loss of log degradations. The margin comes from predicting each model with
+    weights fitted to the others.
 
     Raises:
       PlanError: fewer than two models.
     """
     if len(observations) < 2:
         raise PlanError(f"a predictor needs observations of at least two models, got {len(observations)}")
-    sets = [_Set(each.features(), jnp.asarray(each.nats)) for each in observations]
+    sets = [_TrainingSet(each.features(), jnp.asarray(each.nats)) for each in observations]
     weights = _fit_weights(sets)
     ratios = []
     for index, left_out in enumerate(sets):
-        predicted = predicted_nats(_fit_weights(sets[:index] + sets[index + 1 :]), left_out.features)
-        counted = (left_out.nats > COUNTED[0]) & (left_out.nats < COUNTED[1])
-        ratios.append(np.asarray(left_out.nats / predicted)[np.asarray(counted)])
+        predicted = predict_nats(_fit_weights(sets[:index] + sets[index + 1 :]), left_out.features)
+        in_range = (left_out.nats > MARGIN_RANGE[0]) & (left_out.nats < MARGIN_RANGE[1])
+        ratios.append(np.asarray(left_out.nats / predicted)[np.asarray(in_range)])
     margin = max(1.0, float(np.quantile(np.concatenate(ratios), MARGIN_QUANTILE)))
     return Predictor(weights, margin, tuple(each.name for each in observations))
 
 
-def predicted_nats(weights: Weights, features: Features) -> Array:
-    """Predicted degradation of plans, nats a token [P]: the floor and the layers' shares."""
+def predict_nats(weights: Weights, features: Features) -> Array:
+    """Predict the degradation of plans in nats per token, [P]: a floor plus the sum over layers."""
     return floor_nats(weights, features.rotary) + layer_nats(weights, features).sum(-1)
 
 
-def _loss(weights: Weights, sets: Sequence[_Set]) -> Array:
-    def log(nats):
+def _compute_loss(weights: Weights, sets: Sequence[_TrainingSet]) -> Array:
+    def log_nats(nats: Array) -> Array:
         return jnp.log(jnp.maximum(nats, 0) + NOISE)
 
-    errors = [optax.huber_loss(log(predicted_nats(weights, s.features)), log(s.nats)).mean() for s in sets]
+    errors = [
+        optax.huber_loss(log_nats(predict_nats(weights, each.features)), log_nats(each.nats)).mean()
+        for each in sets
+    ]
     decay = sum(jnp.square(x).sum() for x in weights)
     return jnp.stack(errors).mean() + 1e-4 * decay
 
 
 @jax.jit
-def _fit_weights(sets: Sequence[_Set]) -> Weights:
+def _fit_weights(sets: Sequence[_TrainingSet]) -> Weights:
     two, half = jnp.zeros(2), jnp.array(0.5)
     start = Weights(
         cut=two,
@@ -169,7 +184,7 @@ def _fit_weights(sets: Sequence[_Set]) -> Weights:
 
     def step(state: Any, _: None) -> tuple[Any, None]:
         weights, moments = state
-        updates, moments = optimizer.update(jax.grad(_loss)(weights, sets), moments)
+        updates, moments = optimizer.update(jax.grad(_compute_loss)(weights, sets), moments)
         return (optax.apply_updates(weights, updates), moments), None
 
     (weights, _), _ = jax.lax.scan(step, (start, optimizer.init(start)), length=STEPS)

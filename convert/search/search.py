@@ -1,18 +1,19 @@
-"""Search for the smallest plan within limits on perplexity and on tasks: `zdc plan --texts` (ours).
+"""Search for the smallest plan within limits on perplexity and on tasks, `zdc plan --texts` (ours).
 
-Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
-from what the last one found:
+Size means bytes of the KV cache or predicted time of attention. Every plan is measured with arrays of its
+size. Mode `window` has three stages, each of which starts from the best plan so far:
 
-1. prediction: from calibration (`zdc_jax.planning.predictor`), for the middle window, the last plan within
-   the limits on the path from all coordinates to none;
-2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs of either limit.
-   Costs are taken to add up, which gives such paths once more, for each window. What tasks lose has a
-   *price* beside what perplexity loses: that with which the sums hold both limits at the smallest size;
-3. refine: single further steps from there, cheapest first, kept where the limit still holds.
+1. Predict. Calibration (`zdc_jax.planning.predictor`) gives a path from all coordinates to none, for the
+   middle window. The stage finds the last plan of the path within the limits.
+2. Measure layers. One layer at a time, the stage lowers the ranks of Q/K or of V, or drops older tokens, and
+   measures the loss in perplexity and in tasks. Losses are assumed to add up over layers, which gives a path
+   for each window. A *price* weighs lost task accuracy against lost perplexity. The search chooses the price
+   whose path leads to the smallest plan within both limits.
+3. Refine. The stage takes single steps from the best plan, cheapest first, and keeps those within the limits.
 
-`uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
-`convert.search.class_search`), `window+classes` these and a window. Plans of method `coded` are searched in
-`convert.search.coded_search`. Every plan is measured with arrays of its size.
+Mode `uniform` has no window and one pair of ranks. Mode `classes` has the paper's two token classes
+(`convert.search.class_search`), and `window+classes` adds a window. Plans of method `coded` are searched by
+`convert.search.coded_search`.
 """
 
 import contextlib
@@ -47,34 +48,40 @@ from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time", "read"]
-Measured = Callable[[Precision], Float[np.ndarray, "2"]]
-"""What a layer's keys, or values, cost of the limits on perplexity and on tasks at a grade."""
+MeasureLevel = Callable[[Precision], Float[np.ndarray, "2"]]
+"""Function that measures the loss at a precision of one layer's keys, or values, as shares of both limits."""
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
 NEGLIGIBLE = 0.01
-"""Share of the limits that cutting a layer off may cost so that its ranks are not measured."""
+"""Share of the limits: a layer that loses less without older tokens needs no measurement at other ranks."""
 PRICES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
-"""Of a share of the limit on tasks, in shares of that on perplexity. Some layers do tasks harm: at too high a
-price they are cut off, and their gains pay for what perplexity then loses beyond its limit."""
+"""Prices of a share of the limit on tasks, in shares of the limit on perplexity.
+
+Some layers harm tasks. Too high a price drops their older tokens and spends the gain in tasks on a loss of
+perplexity beyond its limit, so lower prices are tried too.
+"""
 REFINE_FAILURES = 8
-"""Steps of the last stage that may fail one after another."""
+"""Consecutive failures that end the last stage."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search for.
+    """Limits, plans and objective of a search.
 
-    max_degradation: limit on the relative increase of perplexity, > 0. min_retention: limit on what is
-    retained of each task that counts, in [0, 1); 0 asks nothing of tasks. mode: what plans may do. trials:
-    most plans measured. minutes: no plan is begun after so many, > 0. objective: what is to be least at the
-    length of the windows, bytes of the KV cache, seconds of attention as
-    `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded token reads. constrained:
-    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`). on_kernels: whether
-    far tokens are chosen by such indexes alone as GPU kernels read.
+    Attributes:
+      max_degradation: limit on the relative increase of perplexity, above 0.
+      mode: kinds of plans.
+      trials: most plans to measure.
+      objective: quantity to minimize at the windows' length. `bytes`: KV cache; `time`: seconds of attention
+        as predicted by `zdc_jax.planning.costs.request_seconds`; `read`: bytes that decoding a token reads.
+      constrained: whether token classes obey the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
+      min_retention: limit on the retention of each task that counts, in [0, 1); 0 ignores tasks.
+      minutes: time after which no further plan is measured, above 0.
+      on_kernels: whether layers choose older tokens only by indexes that the GPU kernels can read.
 
     Raises:
-      PlanError: on any other value, naming it and what is allowed.
+      PlanError: an impossible value.
     """
 
     max_degradation: float
@@ -88,35 +95,38 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:
-            raise PlanError(f"max_degradation={self.max_degradation} must be > 0 (0.02 means 2 %)")
+            raise PlanError(f"max_degradation={self.max_degradation}: must be above 0 (0.02 means 2 %)")
         if not 0 <= self.min_retention < 1:
-            raise PlanError(f"min_retention={self.min_retention} must be in [0, 1) (0.97 means 97 %)")
+            raise PlanError(f"min_retention={self.min_retention}: must be in [0, 1) (0.97 means 97 %)")
         if self.trials < 1:
-            raise PlanError(f"trials={self.trials} must be >= 1")
+            raise PlanError(f"trials={self.trials}: must be at least 1")
         if not self.minutes > 0:
-            raise PlanError(f"minutes={self.minutes} must be > 0")
+            raise PlanError(f"minutes={self.minutes}: must be above 0")
         for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
             if getattr(self, name) not in allowed:
-                raise PlanError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+                raise PlanError(f"{name}={getattr(self, name)!r}: must be one of {allowed}")
 
 
 def class_block(length: int) -> int:
-    """Positions that are classified together in plans searched on windows of so many tokens."""
+    """Return the number of tokens that are classified together in plans searched on windows of `length`."""
     return min(TokenClasses.block, length)
 
 
 class Exhausted(Exception):
-    """As many plans as allowed were measured, or for as long."""
+    """The end of a search that has used its trials or its time."""
 
 
 class Search:
-    """One search: measures through a `TrialBook`, remembers the best plan within the limit.
+    """A search that measures plans through a `TrialBook` and keeps the best plan within the limits.
 
-    `watch`, if given, is called after every new trial with it and the best so far (None until there is one).
-    `began`: when its minutes begin, by `time.monotonic`; default now.
+    Args:
+      book: measures plans.
+      options: limits, plans and objective.
+      watch: called after every trial with the trial and the best so far, which is None until there is one.
+      began: start of the search's minutes by `time.monotonic`; default now.
 
     Raises:
-      PlanError: options that this search has not.
+      PlanError: this search does not support the options.
     """
 
     def __init__(
@@ -132,61 +142,63 @@ class Search:
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
         self.measured, self.began = 0, time.monotonic() if began is None else began
-        self.budget = 1.0  # Share of trials and minutes that may be used up.
-        self.allowed = 1.0  # Share of the limits that plans may use up.
-        self.costs: LayerCosts | None = None
+        self.budget = 1.0  # Share of trials and minutes that the current stage may use.
+        self.allowed = 1.0  # Share of the limits that a plan may use.
+        self.costs: LayerCosts | None = None  # Measured costs of layers, after the second stage.
 
     @classmethod
     def check(cls, options: SearchOptions) -> None:
-        """Raises `PlanError` for options that this search has not."""
+        """Raise `PlanError` for options that this search does not support."""
         if options.objective == "read":
-            raise PlanError("objective='read': plans of method 'zdc' read all they hold; search for 'bytes'")
+            raise PlanError(
+                "objective='read': plans of method 'zdc' read the whole cache; use 'bytes' or method 'coded'"
+            )
         if options.on_kernels:
-            raise PlanError("on_kernels=True: of use to plans of method 'coded' alone")
+            raise PlanError("on_kernels=True: applies to plans of method 'coded' only")
 
     def run(self) -> Trial:
-        """The best plan found.
+        """Search and return the best plan.
 
         Raises:
-          PlanError: no plan of this mode holds the limit.
+          PlanError: no measured plan is within the limits and smaller than the dense cache.
         """
         options = self.options
         with contextlib.suppress(Exhausted):
             match options.mode:
                 case "window":
-                    self._window_search()
+                    self._search_window()
                 case "uniform":
-                    self._uniform_search()
+                    self._search_uniform()
                 case "classes":
-                    self._class_search([0])
+                    self._search_classes([0])
                 case "window+classes":
                     windows = [window for window in windows_for(self.length) if window in CLASS_WINDOWS]
-                    self._class_search(windows or [CLASS_WINDOWS[0]])
+                    self._search_classes(windows or [CLASS_WINDOWS[0]])
         if self.best is None:
             raise PlanError(
-                f"no plan measured in mode {options.mode!r} stays within {options.max_degradation:.2%} of "
-                f"perplexity, retains {options.min_retention:.0%} of each task and takes less "
-                f"{options.objective} than the dense cache: allow more, or more than {options.trials} trials "
-                f"and {options.minutes:g} minutes"
+                f"mode={options.mode!r}: no measured plan stays within {options.max_degradation:.2%} of "
+                f"perplexity, retains {options.min_retention:.0%} of each task and is smaller in "
+                f"{options.objective} than the dense cache; allow larger losses, or more trials and minutes"
             )
         return self.best
 
     def size(self, plan: CompressionPlan) -> float:
-        """The objective, as a share of what the dense cache takes."""
+        """Return the objective of a plan, as a share of the dense cache's."""
         if self.options.objective == "bytes":
             return self.book.share(plan)
-
-        def seconds(plan):
-            return request_seconds(plan, self.config.num_heads, self.length)
-
-        return seconds(plan) / seconds(CompressionPlan.full(self.config))
+        full, heads = CompressionPlan.full(self.config), self.config.num_heads
+        return request_seconds(plan, heads, self.length) / request_seconds(full, heads, self.length)
 
     def smallest(self) -> float:
-        """`size` of the best so far; 1, the dense cache's, until there is one."""
+        """Return the size of the best plan so far; 1, the dense cache's, until there is one."""
         return 1.0 if self.best is None else self.size(self.best.plan)
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
-        """Measures, and keeps what is smaller within the limit."""
+        """Measure a plan, and keep it if it is within the limits and smaller than the best.
+
+        Raises:
+          Exhausted: no trials or no time are left.
+        """
         minutes = (time.monotonic() - self.began) / 60
         if self.measured >= self.budget * self.options.trials or minutes > self.budget * self.options.minutes:
             raise Exhausted
@@ -199,20 +211,20 @@ class Search:
         return trial
 
     def cost(self, trial: Trial) -> float:
-        """What a plan costs of the limit that it uses up most; up to `allowed` it holds both."""
+        """Return the larger share of a limit that a plan uses; up to `allowed`, both limits hold."""
         nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
-        return float(np.maximum(nats, self._retention_cost(trial)))  # NaN holds no limit.
+        return float(np.maximum(nats, self._compute_retention_cost(trial)))  # NaN is within no limit.
 
-    def _retention_cost(self, trial: Trial) -> float:
+    def _compute_retention_cost(self, trial: Trial) -> float:
         if self.options.min_retention == 0:
             return 0.0
         return float(np.log(trial.least_retention) / np.log(self.options.min_retention))
 
-    def _losses(self, trial: Trial) -> Float[np.ndarray, "2"]:
-        """What a plan loses of the limits on perplexity and on tasks: perplexity alone would cut the layers
-        that retrieve.
+    def _compute_losses(self, trial: Trial) -> Float[np.ndarray, "2"]:
+        """Return the shares of the limits on perplexity and on tasks that a plan uses.
 
-        The mean of all tasks, unlike `cost`: the worst of several is the one that chance was hardest on.
+        Perplexity alone would drop older tokens in the layers that retrieve. Unlike `cost`, tasks count by
+        their mean, because the worst of several tasks is the one with the most unlucky noise.
         """
         nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
         if self.options.min_retention == 0 or not trial.retention:
@@ -220,198 +232,210 @@ class Search:
         lost = np.log(list(trial.retention.values())) / np.log(self.options.min_retention)
         return np.array([nats, lost.mean()])
 
-    def last_within(self, plans: Sequence[CompressionPlan], guess: int | None = None) -> None:
-        """Looks for the last within the limit of plans of falling size, passing over those known larger.
+    def find_last_within(self, plans: Sequence[CompressionPlan], guess: int | None = None) -> None:
+        """Find the last plan within the limits by bisection.
 
-        It bisects; from the index `guess`, if given, it first goes in doubling steps to the other side.
+        Plans that are not smaller than the best count as within the limits, without a measurement.
+
+        Args:
+          plans: plans of falling size and rising cost.
+          guess: index near the result. Doubling steps from there bracket the result before the bisection.
         """
         low, high, step = 0, len(plans), 1
         while low < high:
             middle = (low + high) // 2 if guess is None else min(max(guess, low), high - 1)
-            larger = self.size(plans[middle]) >= self.smallest()
-            held = larger or self.cost(self.try_plan(plans[middle])) <= self.allowed
-            low, high = (middle + 1, high) if held else (low, middle)
+            is_larger = self.size(plans[middle]) >= self.smallest()
+            is_within = is_larger or self.cost(self.try_plan(plans[middle])) <= self.allowed
+            low, high = (middle + 1, high) if is_within else (low, middle)
             if guess is not None:
-                passed = high < len(plans) if held else low > 0
-                guess, step = None if passed else middle + (step if held else -step), 2 * step
+                is_bracketed = high < len(plans) if is_within else low > 0
+                guess, step = None if is_bracketed else middle + (step if is_within else -step), 2 * step
 
-    def _window_search(self) -> None:
+    def _search_window(self) -> None:
         windows = list(windows_for(self.length))
         near = windows[cost_window(windows)]
-        self._predicted(near)
-        # From the middle window outwards: the best so far spares the others most of their trials.
+        self._try_predicted(near)
+        # From the middle window outwards, because a good early plan saves the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        self.costs, holds = self._layer_costs(near)
+        self.costs, is_expected_within = self._choose_layer_costs(near)
         path = cheapest_path(self.costs)
-        last = max((i for i, ranks in enumerate(path) if holds(ranks)), default=0)
+        last = max((i for i, ranks in enumerate(path) if is_expected_within(ranks)), default=0)
         for window in windows:
-            self.last_within([self._plan(ranks, window) for ranks in path], guess=last)
+            self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
         self._refine(self.costs)
 
     def _forecast(self) -> Forecast:
-        """Of plans, from calibration alone."""
+        """Predict the costs of plans from calibration alone."""
         return Predictor.stored().forecast(self.config, self.book.profile)
 
-    def _predicted(self, window: int) -> None:
+    def _try_predicted(self, window: int) -> None:
         forecast = self._forecast()
-        if window in forecast.costs:  # Calibration on a short context knows short windows alone.
-            self.last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
+        if window in forecast.costs:  # Calibration on short contexts has no costs for long windows.
+            self.find_last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
 
-    def _uniform_search(self) -> None:
+    def _search_uniform(self) -> None:
         ranks = allowed_ranks(self.config.head_dim)[:0:-1]
         for v in ranks:
-            self.last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
+            self.find_last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
 
-    def _class_search(self, windows: Sequence[int]) -> None:
-        """Descends once a window, from where the last one ended: a longer window leaves room for more."""
+    def _search_classes(self, windows: Sequence[int]) -> None:
+        """Descend once per window from the last plan, because longer windows allow more steps."""
         constrained = self.options.constrained
         block = class_block(self.length)
         numbers = ClassNumbers.largest(self.config, constrained=constrained, block=block)
         for window in windows:
             numbers = descend(
                 replace(numbers, window=window, sinks=SINKS if window else 0),
-                lambda here: here.neighbours(self.config, self.size, constrained=constrained),
-                lambda here: self.size(here.plan(self.config)),
-                lambda here: self.cost(self.try_plan(here.plan(self.config))),
+                lambda here: here.list_neighbors(self.config, self.size, constrained=constrained),
+                lambda here: self.size(here.make_plan(self.config)),
+                lambda here: self.cost(self.try_plan(here.make_plan(self.config))),
                 1.0,
             )
 
-    def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+    def _make_plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return CompressionPlan.of_layers(self.config, ranks, window=window, sinks=SINKS)
 
-    def _levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
-        """What single layers are measured at, of keys and of values."""
+    def _list_levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
+        """Return the precisions at which single layers are measured, of keys and of values."""
         levels = tuple(map(Precision, rank_levels(self.config.head_dim)))
         return levels, levels
 
-    def _layer_costs(self, window: int) -> tuple[LayerCosts, Callable[[Sequence[LayerRanks]], bool]]:
-        """Of both limits together, at the price with which least is expected to hold them; and whether ranks
-        of layers are, by costs that add up."""
-        whole, nats, tasks = self._measured_costs(window)
+    def _choose_layer_costs(self, window: int) -> tuple[LayerCosts, Callable[[Sequence[LayerRanks]], bool]]:
+        """Measure layers and combine both losses at the best price.
 
-        def holds(ranks: Sequence[LayerRanks]) -> bool:
+        Returns:
+          costs: costs at the price whose path is expected to reach the smallest plan within the limits.
+          is_expected_within: predicts whether a plan with given ranks is within the limits.
+        """
+        base, nats, tasks = self._measure_layer_costs(window)
+
+        def is_expected_within(ranks: Sequence[LayerRanks]) -> bool:
             sums = [sum(costs.of(i, layer) for i, layer in enumerate(ranks)) for costs in (nats, tasks)]
-            return bool((whole + sums <= self.allowed).all())
+            return bool((base + sums <= self.allowed).all())
 
-        def least(costs: LayerCosts) -> float:
-            within = [ranks for ranks in cheapest_path(costs) if holds(ranks)]
-            return self.size(self._plan(within[-1], window)) if within else 1.0
+        def expected_size(costs: LayerCosts) -> float:
+            within = [ranks for ranks in cheapest_path(costs) if is_expected_within(ranks)]
+            return self.size(self._make_plan(within[-1], window)) if within else 1.0
 
-        return min((_priced(nats, tasks, price).monotone() for price in PRICES), key=least), holds
+        priced = (_add_at_price(nats, tasks, price).monotone() for price in PRICES)
+        return min(priced, key=expected_size), is_expected_within
 
-    def _measured_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
-        """What keeping all costs of both limits; what single layers cost of each."""
-        keys, values = self._levels()
-        most = keys[-1], values[-1]
-        whole = [build_layer(*most)] * self.config.num_layers
-        nothing = self._losses(self.try_plan(self._plan(whole, window)))
+    def _measure_layer_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
+        """Measure each layer alone at lower precisions and without older tokens.
 
-        def alone(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
-            layers = [*whole[:layer], ranks, *whole[layer + 1 :]]
-            return self._losses(self.try_plan(self._plan(layers, window))) - nothing
+        Returns:
+          Losses of the plan with all layers at the highest precision, [2]; and the further losses of single
+          layers in perplexity and in tasks.
+        """
+        keys, values = self._list_levels()
+        best_keys, best_values = keys[-1], values[-1]
+        highest = [build_layer(best_keys, best_values)] * self.config.num_layers
+        base = self._compute_losses(self.try_plan(self._make_plan(highest, window)))
 
-        def lowered(
-            layer: int, levels: Sequence[Precision], ranks: Callable[[Precision], LayerRanks]
+        def measure_layer(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
+            layers = [*highest[:layer], ranks, *highest[layer + 1 :]]
+            return self._compute_losses(self.try_plan(self._make_plan(layers, window))) - base
+
+        def measure_side(
+            layer: int, levels: Sequence[Precision], make_ranks: Callable[[Precision], LayerRanks]
         ) -> Float[np.ndarray, "levels 2"]:
-            if cut[layer].max() <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
+            if cut[layer].max() <= NEGLIGIBLE:  # Then every precision costs no more, and saves less.
                 return np.array([cut[layer]] * (len(levels) - 1) + [np.zeros(2)])
-            return self._costs(layer, levels, lambda precision: alone(layer, ranks(precision)))
+            return self._measure_levels(
+                layer, levels, lambda precision: measure_layer(layer, make_ranks(precision))
+            )
 
         layers = range(self.config.num_layers)
-        cut = np.array([alone(layer, LayerRanks(0, 0)) for layer in layers])
-        qk = np.array(
-            [lowered(layer, keys, lambda precision: build_layer(precision, most[1])) for layer in layers]
-        )
-        v = np.array(
-            [lowered(layer, values, lambda precision: build_layer(most[0], precision)) for layer in layers]
-        )
-        of_nats, of_tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], cut[:, i]) for i in (0, 1))
-        return nothing, of_nats, of_tasks
+        cut = np.array([measure_layer(layer, LayerRanks(0, 0)) for layer in layers])
+        qk = np.array([measure_side(layer, keys, lambda p: build_layer(p, best_values)) for layer in layers])
+        v = np.array([measure_side(layer, values, lambda p: build_layer(best_keys, p)) for layer in layers])
+        nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], cut[:, i]) for i in (0, 1))
+        return base, nats, tasks
 
-    def _costs(
-        self, layer: int, levels: Sequence[Precision], measured: Measured
+    def _measure_levels(
+        self, layer: int, levels: Sequence[Precision], measure: MeasureLevel
     ) -> Float[np.ndarray, "levels 2"]:
-        """Of a layer that keeps its keys, or its values, at these; the last costs nothing."""
-        return np.array([*map(measured, levels[:-1]), np.zeros(2)])
+        """Measure a layer's keys, or values, at each precision; the last and highest one loses nothing."""
+        return np.array([*map(measure, levels[:-1]), np.zeros(2)])
 
     def _refine(self, costs: LayerCosts) -> None:
-        """Single steps down from the best, cheapest first by its layer's costs, until several fail."""
+        """Take single steps from the best plan, cheapest first, until several fail."""
         progress = self.best is not None
         while progress:
             progress, before = False, self.best
             assert before is not None
-            for plan in self._steps(costs, before.plan):
+            for plan in self._list_steps(costs, before.plan):
                 if self.try_plan(plan) is self.best:
                     progress = True
                     break
 
-    def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
-        """Plans a single step below this one, cheapest first."""
+    def _list_steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
+        """Return the plans one step below `plan`, cheapest first."""
         steps = list_reductions(costs, plan.layers, single=True)[:REFINE_FAILURES]
+        return [
+            replace(plan, layers=(*plan.layers[:layer], ranks, *plan.layers[layer + 1 :]))
+            for layer, ranks in steps
+        ]
 
-        def changed(layer, ranks):
-            return (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
 
-        return [replace(plan, layers=changed(*step)) for step in steps]
-
-
-def _priced(nats: LayerCosts, tasks: LayerCosts, price: float) -> LayerCosts:
-    """Both costs together."""
+def _add_at_price(nats: LayerCosts, tasks: LayerCosts, price: float) -> LayerCosts:
+    """Return the costs in perplexity plus `price` times the costs in tasks."""
     sums = (a + price * b for a, b in zip(nats[2:], tasks[2:], strict=True))
     return LayerCosts(nats.keys, nats.values, *sums)
 
 
 def describe_bytes(trial: Trial) -> str:
-    """What a plan holds, and what a token reads of it where that is less."""
-    held = f"{trial.bytes_share:.1%} of the dense KV bytes"
-    less = trial.read_share < trial.bytes_share - 1e-3
-    return held + (f" (a token reads {trial.read_share:.1%})" if less else "")
+    """Return a plan's cache size in words, with the share that a token reads where it is smaller."""
+    stored = f"{trial.bytes_share:.1%} of the dense KV bytes"
+    reads_less = trial.read_share < trial.bytes_share - 1e-3
+    return stored + (f" (a token reads {trial.read_share:.1%})" if reads_less else "")
 
 
 def describe(config: ModelConfig, trial: Trial) -> str:
-    """One line for people."""
+    """Return one line about a measured plan."""
     low, high = trial.interval
     tasks = f", at least {trial.least_retention:.1%} of each task" if trial.retention else ""
     return (
-        f"{describe_bytes(trial)} at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]"
-        f"{tasks}: "
-        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_codes(trial.plan)}"
+        f"{describe_bytes(trial)} at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]{tasks}: "
+        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_coded(trial.plan)}"
     )
 
 
 def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
     if plan.classes is not None:
-        classes, pair = plan.classes, lambda ranks: f"({ranks.qk}, {ranks.v})"
-        member = 1 % config.num_layers  # Behind the first leader.
+        classes = plan.classes
+        member = 1 % config.num_layers  # The layer after the first leader.
+        important, rest, leaders = (
+            f"({ranks.qk}, {ranks.v})"
+            for ranks in (classes.important[member], plan.layers[member], plan.layers[0])
+        )
         return (
-            f"{classes.fraction[0]:.0%} to {classes.fraction[-1]:.0%} of tokens important at "
-            f"{pair(classes.important[member])} of (R, Z), the rest at {pair(plan.layers[member])}, "
-            f"{len(classes.leaders)} leaders at {pair(plan.layers[0])}"
+            f"{classes.fraction[0]:.0%} to {classes.fraction[-1]:.0%} of tokens important at (R, Z) = "
+            f"{important}, the rest at {rest}, {len(classes.leaders)} leaders at {leaders}"
         )
     R, Z = plan.mean_ranks
     cut = sum(ranks.qk == 0 for ranks in plan.layers)
     return (
         f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
-        f"{cut} of {config.num_layers} layers without distant tokens"
+        f"{cut} of {config.num_layers} layers drop all tokens outside the window"
     )
 
 
-def _describe_codes(plan: CompressionPlan) -> str:
-    far = [plan.settings_of(layer) for layer, ranks in enumerate(plan.layers) if ranks.qk]
-    codes = [settings for settings in far if isinstance(settings, Settings)]
-
-    def counted(words: Callable[[Settings], str]) -> str:
-        return ", ".join(f"{what} ({n} layers)" for what, n in Counter(map(words, codes)).most_common())
-
-    def choice(each: Settings) -> str:
-        return f"{each.read} tokens, chosen by {each.index} coordinates" if each.read else "all tokens"
-
-    def key_bits(each: Settings) -> str:
-        return f"{each.bits_index} then {each.bits_k}" if each.index else str(each.bits_k)
-
-    if not codes:
+def _describe_coded(plan: CompressionPlan) -> str:
+    """Return the settings of method `coded` with their numbers of layers; nothing for other methods."""
+    per_layer = [plan.settings_of(layer) for layer, ranks in enumerate(plan.layers) if ranks.qk]
+    coded = [settings for settings in per_layer if isinstance(settings, Settings)]
+    if not coded:
         return ""
-    return (
-        f"; keys in bits: {counted(key_bits)}; values in bits: "
-        f"{counted(lambda each: str(each.bits_v))}; read: {counted(choice)}"
-    )
+    key_bits = [f"{each.bits_index} then {each.bits_k}" if each.index else str(each.bits_k) for each in coded]
+    value_bits = [str(each.bits_v) for each in coded]
+    reads = [
+        f"{each.read} tokens, chosen by {each.index} coordinates" if each.read else "all tokens"
+        for each in coded
+    ]
+    keys, values, read = map(_count_layers, (key_bits, value_bits, reads))
+    return f"; keys in bits: {keys}; values in bits: {values}; read: {read}"
+
+
+def _count_layers(words: Sequence[str]) -> str:
+    return ", ".join(f"{word} ({n} layers)" for word, n in Counter(words).most_common())

@@ -1,12 +1,12 @@
-"""Plans measured on one set of windows, each only once: a journal on disk remembers what was seen."""
+"""Measurement of plans on one set of texts, each plan once; a journal on disk keeps the results."""
 
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
-from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
+from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import load, stored_basis
@@ -33,14 +33,21 @@ from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")
 
+FORMAT = "questions by quarter"
+"""Version of what the journal holds; entries of other versions are ignored."""
+
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan and what it costs: `bytes_share` of the dense KV cache at the windows' length, `increase` of
-    perplexity over the unmodified model, and its 95 % paired bootstrap `interval` over windows.
+    """A measured plan: its cache size and its losses compared with the unmodified model.
 
-    retention: of each task that counts (`zdc_jax.evaluation.retention`); none without sheets. read_share: of
-    the bytes that decoding a token reads of the dense cache.
+    Attributes:
+      plan: the plan.
+      bytes_share: bytes of the KV cache at the windows' length, as a share of the dense cache's.
+      increase: relative increase of perplexity.
+      interval: 95 % paired bootstrap interval of `increase` over windows.
+      retention: retention of each task that the unmodified model can solve (`zdc_jax.evaluation.retention`).
+      read_share: bytes that decoding a token reads, as a share of the dense cache's.
     """
 
     plan: CompressionPlan
@@ -52,33 +59,47 @@ class Trial:
 
     @property
     def least_retention(self) -> float:
-        """Of the task that suffers most; 1 where no task counts."""
+        """Smallest retention of a task; 1 without tasks."""
         return min(self.retention.values(), default=1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What a model, under a plan or none, made of windows and sheets.
+class Measurement:
+    """Results of one model, compressed or not, on windows and documents.
 
-    nll: nats a token of each window [W]. logs: of each task, mean log-probability of a right token by sheet.
-    scores: of each task, the share of right tokens that are the most likely.
+    Attributes:
+      nll: negative log-likelihood of each window, nats per token, [W].
+      logs: mean log-probability of right tokens, per task and document, of questions that count.
+      scores: share of right tokens that the model finds most likely, per task, of questions that count.
+      marks: questions of each document that count, per task; of the unmodified model only.
     """
 
     nll: Float[np.ndarray, " W"]
     logs: dict[str, list[float]]
     scores: dict[str, float]
+    marks: dict[str, list[list[bool]]] = field(default_factory=dict)
 
 
 class TrialBook:
-    """Measures plans of one model on `windows` [W, T] and on `sheets` with physically smaller arrays.
+    """Measurements of plans of one model, made with arrays of each plan's size and kept in a journal.
 
-    Entries of the journal (JSON lines) are of one model, basis, dtype, windows and sheets each; others are
-    kept and passed over, so that a search can be interrupted and taken up, or repeated with another limit.
-    basis, profile: default those stored by `zdc calibrate`.
+    The journal, a file of JSON lines, lets a search resume or run again with another limit. An entry belongs
+    to one model, basis, dtype, windows and documents; entries of others are ignored and kept.
+
+    Args:
+      path: converted and calibrated folder.
+      windows: token windows to measure perplexity on, [W, T].
+      documents: documents with task questions.
+      basis: default the basis stored by `zdc calibrate`.
+      profile: default the profile stored by `zdc calibrate`.
+      dtype: dtype to run in; default that of the stored weights.
+      batch: windows or documents to run at once.
+      journal: file of the journal; None keeps none.
 
     Raises:
-      CheckpointError, CalibrationError: no converted folder, no basis or profile in it, or one of another.
-      PlanError: a journal that is not one.
+      CheckpointError, CalibrationError: the folder is not converted, or its basis or profile is missing or of
+        another model.
+      PlanError: the journal has an entry that is not one of a search.
     """
 
     def __init__(
@@ -99,126 +120,130 @@ class TrialBook:
         self.basis.check_model(self.checkpoint.fingerprint, self.config)
         if (length := windows.shape[1]) > self.basis.context_length:
             logger.warning(
-                "windows of %d tokens, the basis was calibrated on %d: coordinates dropped may matter beyond",
+                "windows have %d tokens, calibration used %d: dropped coordinates may matter at longer range",
                 length,
                 self.basis.context_length,
             )
         self.profile = profile or stored_profile(self.checkpoint, self.basis)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
-        self.windows, self.documents, self.batch, self.journal = windows, documents, batch, journal
+        self.windows, self.documents = windows, documents
+        self.batch, self.journal = batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
-        self.whole: dict[int, tuple[Rotations, Any]] = {}
+        self.prepared: dict[int, tuple[Rotations, Any]] = {}
         self.compiled: set[LayerCacheSpec] = set()
-        self.key = self._key()
-        self.seen: dict[str, Seen] = dict(self._read_journal())
-        self.dense = self._seen(None)
-        self.counting = [name for name, score in self.dense.scores.items() if score >= LEAST_SCORE]
+        self.key = self._compute_key()
+        self.measurements: dict[str, Measurement] = dict(self._read_journal())
+        self.dense = self._measure(None)
+        self.counting = [task for task, marks in self.dense.marks.items() if any(map(any, marks))]
 
     @property
     def trials(self) -> list[Trial]:
         """All plans measured so far, in order."""
-        return [self.measure(_plan(name)) for name in self.seen if name != "null"]
+        return [self.measure(_parse_plan(name)) for name in self.measurements if name != "null"]
 
     def measure(self, plan: CompressionPlan) -> Trial:
-        """What `plan` costs; from the journal where it was measured before."""
-        seen = self._seen(plan)
-        difference = seen.nll - self.dense.nll
-        increase = float(np.expm1(difference.mean()))
+        """Measure a plan, or return its results from the journal."""
+        measurement = self._measure(plan)
+        difference = measurement.nll - self.dense.nll
 
-        def lost(name):
-            return np.mean(seen.logs[name]) - np.mean(self.dense.logs[name])
+        def log_retention(task: str) -> float:
+            return float(np.mean(measurement.logs[task]) - np.mean(self.dense.logs[task]))
 
-        retention = {name: float(np.exp(lost(name))) for name in self.counting}
-        interval, read = bootstrap_interval(difference), self.read_share(plan)
-        return Trial(plan, self.share(plan), increase, interval, retention, read)
+        return Trial(
+            plan,
+            bytes_share=self.share(plan),
+            increase=float(np.expm1(difference.mean())),
+            interval=bootstrap_interval(difference),
+            retention={task: float(np.exp(log_retention(task))) for task in self.counting},
+            read_share=self.read_share(plan),
+        )
 
-    def bound(self, plan: CompressionPlan) -> CompressionPlan:
-        """`plan`, bound to the model and the basis it is measured on."""
+    def bind(self, plan: CompressionPlan) -> CompressionPlan:
+        """Return the plan bound to the measured model and basis."""
         return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash)
 
     def share(self, plan: CompressionPlan) -> float:
-        """KV bytes of a row as long as the windows, of those of the dense cache.
+        """Return the cache bytes of a sequence of the windows' length, as a share of the dense cache's.
 
-        Both in the dtype of the model's weights, whatever is measured in: codes do not grow with the dtype.
+        Both counts assume the dtype of the stored weights, not the dtype of the measurement, because
+        quantized values do not grow with the dtype.
         """
-
-        def size(plan):
-            return plan.bytes(self.windows.shape[1], 1, self.config.dtype)
-
-        return size(plan) / size(CompressionPlan.full(self.config))
+        full, length = CompressionPlan.full(self.config), self.windows.shape[1]
+        return plan.bytes(length, 1, self.config.dtype) / full.bytes(length, 1, self.config.dtype)
 
     def read_share(self, plan: CompressionPlan) -> float:
-        """Likewise what decoding one more token reads of them."""
+        """Return the bytes that decoding one token after a window reads, as a share of the dense cache's."""
+        full, length = CompressionPlan.full(self.config), self.windows.shape[1]
+        return plan.bytes_read(length, self.config.dtype) / full.bytes_read(length, self.config.dtype)
 
-        def read(plan):
-            return plan.bytes_read(self.windows.shape[1], self.config.dtype)
+    def _measure(self, plan: CompressionPlan | None) -> Measurement:
+        name, began = _serialize_plan(plan), time.perf_counter()
+        if name not in self.measurements:
+            network = self._make_network(plan)
 
-        return read(plan) / read(CompressionPlan.full(self.config))
+            def run_first_batch(single: Transformer) -> Any:
+                return self._run(single, self.windows[: self.batch], self.documents[: self.batch])
 
-    def _seen(self, plan: CompressionPlan | None) -> Seen:
-        name, began = _name(plan), time.perf_counter()
-        if name not in self.seen:
-            network = self._network(plan)
+            self.compiled = compile_ahead(network, run_first_batch, self.compiled)
+            nll, answers = self._run(network, self.windows, self.documents)
+            if plan is None:
+                marks = {task: mark_counted(documents) for task, documents in answers.items()}
+                self.measurements[name] = replace(summarize(nll, answers, marks), marks=marks)
+            else:
+                self.measurements[name] = summarize(nll, answers, self.dense.marks)
+            self._write_journal(name, time.perf_counter() - began)
+        return self.measurements[name]
 
-            def first(single):
-                return self._read(single, self.windows[: self.batch], self.documents[: self.batch])
-
-            self.compiled = compile_ahead(network, first, self.compiled)
-            nll, answered = self._read(network, self.windows, self.documents)
-            self.seen[name] = Seen(
-                nll,
-                {task: log_probability(of_sheets).tolist() for task, of_sheets in answered.items()},
-                {task: score(of_sheets) for task, of_sheets in answered.items()},
-            )
-            self._write(name, time.perf_counter() - began)
-        return self.seen[name]
-
-    def _read(
+    def _run(
         self, network: Transformer, windows: np.ndarray, documents: Sequence[TaskDocument]
     ) -> tuple[np.ndarray, dict[str, list[tuple[Answer, ...]]]]:
-        """Nats a token of windows, and the answers to sheets."""
+        """Return nats per token of windows, and the answers to the questions of documents."""
         nll = window_nll(network, windows, batch=self.batch)
         return nll, answers_on(network, documents, protocol="cached", batch=self.batch)
 
-    def _network(self, plan: CompressionPlan | None) -> Transformer:
+    def _make_network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:
             network = load(self.checkpoint.path, dtype=self.dtype.name).network
-            assert isinstance(network, Transformer)  # No mesh was named.
+            assert isinstance(network, Transformer)  # The model is not on a mesh.
             return network
         plan.check_model(self.config, self.checkpoint.fingerprint)
-        return Transformer(self.config, plan, self.embeddings, self._prepared(plan))
+        return Transformer(self.config, plan, self.embeddings, self._prepare_layers(plan))
 
-    def _prepared(self, plan: CompressionPlan) -> Iterable[Any]:
-        """Folded weights; where all layers have near tokens these are whole, and a layer's the same in all
-        plans that turn it alike."""
-        given = self.config, plan, self.basis, self.dtype
+    def _prepare_layers(self, plan: CompressionPlan) -> Iterable[Any]:
+        """Return the folded weights of all layers.
+
+        A layer with a window or sinks has unsliced weights, which depend on the plan's rotations alone. If
+        all layers are such, they are kept for further plans.
+        """
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
-            return prepared_layers(iter(self.layers), *given)
+            return prepared_layers(iter(self.layers), self.config, plan, self.basis, self.dtype)
         for index, layer in enumerate(self.layers):
             rotations = plan.rotations(index)
-            if index not in self.whole or self.whole[index][0] != rotations:
-                self.whole[index] = rotations, jax.device_put(prepared_layer(index, layer, *given))
-        return [self.whole[index][1] for index in range(len(self.layers))]
+            if index not in self.prepared or self.prepared[index][0] != rotations:
+                weights = prepared_layer(index, layer, self.config, plan, self.basis, self.dtype)
+                self.prepared[index] = rotations, jax.device_put(weights)
+        return [self.prepared[index][1] for index in range(len(self.layers))]
 
-    def _key(self) -> str:
-        asked = (
+    def _compute_key(self) -> str:
+        """Return a hash of all that measurements depend on besides the plan."""
+        questions = (
             question.tokens
             for document in self.documents
-            for each in document.questions.values()
-            for question in each
+            for of_task in document.questions.values()
+            for question in of_task
         )
         contexts = (document.context for document in self.documents)
-        parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *asked
+        parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *questions
         digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in parts))
-        digest.update(f"{self.checkpoint.fingerprint} {self.dtype}".encode())
+        digest.update(f"{self.checkpoint.fingerprint} {self.dtype} {FORMAT}".encode())
         return digest.hexdigest()[:16]
 
-    def _read_journal(self) -> Iterator[tuple[str, Seen]]:
+    def _read_journal(self) -> Iterator[tuple[str, Measurement]]:
         if self.journal is None or not self.journal.exists():
             return
         text = self.journal.read_bytes()
-        if not text.endswith(b"\n"):  # The last line was cut off when its writer was.
+        if not text.endswith(b"\n"):  # The search was interrupted while it wrote the last line.
             text = text[: text.rfind(b"\n") + 1]
             os.truncate(self.journal, len(text))
         for number, line in enumerate(text.splitlines(), 1):
@@ -227,34 +252,54 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
-                seen = Seen(nll, entry.get("logs", {}), entry.get("scores", {}))
-                # Through a plan: older releases wrote plans in another form.
-                name = _name(None if plan is None else CompressionPlan.from_json(plan, self.journal))
+                measurement = Measurement(
+                    nll, entry.get("logs", {}), entry.get("scores", {}), entry.get("marks", {})
+                )
+                # The name comes from a parsed plan, because older releases wrote plans in another form.
+                name = _serialize_plan(
+                    None if plan is None else CompressionPlan.from_json(plan, self.journal)
+                )
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                where = f"{self.journal}, line {number}"
-                raise PlanError(f"{where} is no entry of a search: {error!r}") from error
-            yield name, seen
+                raise PlanError(
+                    f"{self.journal}, line {number}: not an entry of a search journal: {error!r}; "
+                    "delete the file or choose another output"
+                ) from error
+            yield name, measurement
 
-    def _write(self, name: str, seconds: float) -> None:
+    def _write_journal(self, name: str, seconds: float) -> None:
         if self.journal is None:
             return
-        entry = {"key": self.key, "plan": json.loads(name), **asdict(self.seen[name])}
-        entry |= {"nll": self.seen[name].nll.tolist(), "seconds": seconds}
+        entry = {"key": self.key, "plan": json.loads(name), **asdict(self.measurements[name])}
+        entry |= {"nll": self.measurements[name].nll.tolist(), "seconds": seconds}
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
-def _name(plan: CompressionPlan | None) -> str:
-    """A plan as JSON, for any model of its shape: what tells plans apart."""
+def summarize(
+    nll: Float[np.ndarray, " W"],
+    answers: Mapping[str, Sequence[Sequence[Answer]]],
+    marks: Mapping[str, Sequence[Sequence[bool]]],
+) -> Measurement:
+    """Summarize answers by task; where no question counts, all do."""
+    counted = {task: keep_counted(documents, marks[task]) or documents for task, documents in answers.items()}
+    return Measurement(
+        nll,
+        logs={task: log_probability(documents).tolist() for task, documents in counted.items()},
+        scores={task: score(documents) for task, documents in counted.items()},
+    )
+
+
+def _serialize_plan(plan: CompressionPlan | None) -> str:
+    """Return a plan as JSON without its model, which serves as its key."""
     return json.dumps(None if plan is None else plan.for_model("").to_json())
 
 
-def _plan(name: str) -> CompressionPlan:
+def _parse_plan(name: str) -> CompressionPlan:
     return CompressionPlan.from_json(json.loads(name), "journal")
 
 
 def undominated(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (bytes, increase) that no other beats in both, by rising bytes."""
+    """Return the indices of the points (bytes, increase) that no other beats in both, by rising bytes."""
     front: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: points[i]):
         if not front or points[index][1] < points[front[-1]][1]:
@@ -263,10 +308,10 @@ def undominated(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
-    """Trials that no other beats in both bytes and increase, by falling bytes."""
+    """Return the trials that no other beats in both bytes and increase, by falling bytes."""
     return [trials[i] for i in undominated([(t.bytes_share, t.increase) for t in trials])][::-1]
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:
-    """A trial as plain JSON."""
+    """Return a trial as plain JSON."""
     return {**asdict(trial), "plan": trial.plan.to_json()}

@@ -1,6 +1,7 @@
-"""Compiles kernels for sm_90a without a GPU, and tells what ptxas made of them.
+"""Compilation of kernels for sm_90a without a GPU, and what ptxas reports of them.
 
-Needs the extra `aot`, and in the environment `JAX_PLATFORMS=cpu`, without which CUDA's plugin wants a GPU.
+Tests need the extra `aot` and the environment variable `JAX_PLATFORMS=cpu`. Without it, CUDA's plugin asks
+for a GPU.
 """
 
 import functools
@@ -19,16 +20,16 @@ from jax.experimental import topologies
 from sass import Code
 
 REGISTERS = 65536
-"""Of one multiprocessor, 32 bits each; a thread takes a multiple of 8."""
+"""32-bit registers of one multiprocessor. A thread uses a multiple of 8."""
 SHARED_MEMORY = 228 * 1024
-"""Bytes of one multiprocessor."""
+"""Shared memory of one multiprocessor, in bytes."""
 _BESIDE = 2048
-"""Bytes of shared memory of one CTA beside its buffers: barriers, and 1 KiB of the system."""
+"""Shared memory of one CTA besides its buffers, in bytes: barriers, and 1 KiB of the system."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: sizes of its launch, in bytes where they are memory, and its code."""
+    """One compiled kernel: its launch sizes (memory in bytes), report and code."""
 
     name: str
     threads: int
@@ -41,25 +42,25 @@ class Kernel:
 
     @property
     def serialized(self) -> bool:
-        """Whether ptxas has matrix products wait for each other, as where registers do not suffice."""
+        """Whether ptxas serializes matrix products, for example for lack of registers."""
         return "wgmma.mma_async instructions are serialized" in self.report
 
     @property
     def register_pool(self) -> int:
-        """Registers of one CTA, whichever of its warps has them."""
+        """Registers of one CTA, summed over its warps."""
         return -(-self.registers // 8) * 8 * self.threads
 
     @property
     def ctas(self) -> int:
-        """CTAs that one multiprocessor has registers and shared memory for."""
+        """Number of CTAs that fit on one multiprocessor, by registers and shared memory."""
         return min(REGISTERS // self.register_pool, SHARED_MEMORY // (self.shared_memory + _BESIDE))
 
 
 def compiled(f: Callable[..., Any], *args: Any) -> list[Kernel]:
-    """The kernels of `f` at arguments of these shapes; skips the test where there is no compiler.
+    """Return the Mosaic kernels of `f` for arguments of these shapes.
 
-    Kernels of Mosaic only, not those that XLA makes of what is around them. It is their own compilation
-    that is reported, by the ptxas that JAX finds.
+    Kernels that XLA generates around them are left out. The ptxas that JAX finds compiles them and reports on
+    them. The test is skipped where CUDA's plugin is absent.
     """
     sharding = jax.sharding.SingleDeviceSharding(device())
 
@@ -77,7 +78,7 @@ def compiled(f: Callable[..., Any], *args: Any) -> list[Kernel]:
 
 
 def assert_no_spills(kernels: list[Kernel]) -> None:
-    """All values stay in registers, and no matrix product waits for lack of them."""
+    """Assert that all values stay in registers and that no matrix products are serialized."""
     for kernel in kernels:
         accesses = kernel.code.count("LDL", "STL")
         assert kernel.spills + kernel.stack + accesses == 0, f"{kernel} spills, {accesses} accesses"
@@ -85,13 +86,13 @@ def assert_no_spills(kernels: list[Kernel]) -> None:
 
 
 def device() -> Any:
-    """An H200 that is not there."""
+    """Return an abstract H200."""
     return devices(1)[0]
 
 
 @functools.cache
 def devices(count: int) -> Any:
-    """So many of them, in one host."""
+    """Return `count` abstract H200s of one host."""
     config = Path(__file__).with_name("h200.txtpb").read_text()
     try:
         return topologies.get_topology_desc(
@@ -102,7 +103,7 @@ def devices(count: int) -> Any:
 
 
 def _kernel(path: Path) -> Kernel:
-    """The kernel whose report by ptxas lies at `path`, beside its PTX, its resources and its code."""
+    """Return the kernel whose ptxas report lies at `path`, next to its PTX, resources and code."""
     report = path.read_text()
 
     def read(suffix):

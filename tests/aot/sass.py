@@ -1,4 +1,4 @@
-"""Machine code as nvdisasm prints it: instructions, which come before which on every path, and loops."""
+"""Machine code as nvdisasm prints it: instructions, their order on every path, and loops."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
 
 class Instruction(NamedTuple):
-    """One instruction: its place, the predicate that guards it (or none), opcode and operands."""
+    """One instruction: its index, guarding predicate (or none), opcode and operands."""
 
     index: int
     guard: str
     text: str
 
     def has(self, name: str) -> bool:
-        """Whether `name` is its opcode, or as much of it as is given in whole parts: `SYNCS.PHASECHK`."""
+        """Return whether the opcode is `name` or starts with its parts, such as `SYNCS.PHASECHK`."""
         return f"{self.text.split()[0]}.".startswith(f"{name}.")
 
 
@@ -35,11 +35,11 @@ class Code:
                 self.instructions.append(Instruction(len(self.instructions), found[1] or "", found[2]))
 
     def count(self, *names: str) -> int:
-        """Instructions of these opcodes."""
+        """Count instructions with these opcodes."""
         return _count(self.instructions, names)
 
     def loops_with(self, name: str) -> list["Loop"]:
-        """The innermost loops around instructions of an opcode, first one first."""
+        """Return the innermost loops around instructions with an opcode, ordered by address."""
         around = [loop for loop in self.loops if loop.count(name)]
 
         def inner(loop):
@@ -49,9 +49,9 @@ class Code:
 
     @cached_property
     def loops(self) -> list["Loop"]:
-        """Natural loops: branches to an instruction that lies on every path to them, and all in between.
+        """Natural loops: branches to an instruction on every path to them, and all instructions between.
 
-        A retry that lies behind the kernel's end and jumps back into it is thus no loop of the code between.
+        A retry after the kernel's end that jumps back is thus not part of a loop.
         """
         bodies: dict[int, set[int]] = {}
         for source, targets in enumerate(self._successors):
@@ -61,7 +61,7 @@ class Code:
         return [Loop(self, frozenset(bodies[head])) for head in sorted(bodies)]
 
     def on_every_path(self, first: int, second: int) -> bool:
-        """Whether execution passes through `first` whenever it reaches `second`."""
+        """Return whether every path to `second` passes through `first`."""
         return bool(self._dominators[second] >> first & 1)
 
     @cached_property
@@ -84,7 +84,7 @@ class Code:
 
     @cached_property
     def _dominators(self) -> list[int]:
-        """For each instruction, as bits of a number, those on every path to it; none where no path leads."""
+        """Instructions on every path to each instruction, as bits; 0 for unreachable instructions."""
         reached = self._reached()
         found = [-1 if i in reached else 0 for i in range(len(self.instructions))]
         found[0], changed = 1, True
@@ -107,7 +107,7 @@ class Code:
         return seen
 
     def _between(self, head: int, source: int) -> set[int]:
-        """Instructions from which `source` is reached without passing `head`."""
+        """Return the instructions that reach `source` without passing `head`."""
         seen, todo = {head, source}, [source] if source != head else []
         while todo:
             new = set(self._predecessors[todo.pop()]) - seen
@@ -117,18 +117,18 @@ class Code:
 
 
 class Loop:
-    """A loop of some code, its inner loops included."""
+    """A loop of some code, including its inner loops."""
 
     def __init__(self, code: Code, members: frozenset[int]) -> None:
         self.code, self.members = code, members
         self.instructions = [code.instructions[i] for i in sorted(members)]
 
     def count(self, *names: str) -> int:
-        """Instructions of these opcodes."""
+        """Count instructions with these opcodes."""
         return _count(self.instructions, names)
 
     def in_order(self, first: str, second: str, *, how_many: Callable[..., bool] = any) -> bool:
-        """Whether the loop has both opcodes, and passes any (or all) `first` before it reaches a `second`."""
+        """Return whether the loop has both opcodes, and any (or all) `first` come before each `second`."""
         firsts, seconds = ([x.index for x in self.instructions if x.has(name)] for name in (first, second))
 
         def after(j):

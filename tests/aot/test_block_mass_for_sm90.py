@@ -1,4 +1,4 @@
-"""The kernel that weighs blocks of keys compiles for an H200, and writes no scores."""
+"""Compilation of the block-mass kernel for an H200, which must not write its scores."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernels that choose tokens: scores by an index, and the largest of them."""
+"""ptxas reports of the kernels that choose tokens: scores by an index, and the largest of them."""
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ def test_scores_by_an_index(C, bits, groups):
         return index_scores(q, Plane(*index, bits), begin, end, scale=0.1)
 
     kernels = compiled(scan, shape(B, groups * K, C, dtype=jnp.bfloat16), index, ROW, ROW)
-    # Heads that share a choice need their denominators first, of a sample: one token a thread.
+    # Heads that share a choice first need their denominators, from a sample of one token per thread.
     assert len(kernels) == (1 if groups == 1 else 2)
     assert_no_spills(kernels)
     for kernel in kernels:
         (loop,) = kernel.code.loops_with("IDP")
-        # Products of four coordinates each tell how many tokens a thread has.
+        # The products of four coordinates each show how many tokens a thread has.
         tokens = loop.count("IDP") / (groups * C / 4)
         if (C, bits) == (32, 4) and tokens > 1:
             assert len(loop.instructions) <= tokens * (36 + 17 * groups)
@@ -71,6 +71,6 @@ def test_the_largest_of_a_row(rows, S, k, ctas):
     scores = shape(rows, K, S, dtype=jnp.float32)
     kernels = compiled(lambda x, begin, end: largest(x, begin, end, k=k), scores, row, row)
     assert_no_spills(kernels)
-    # Few and long rows are read by more CTAs than one, and chosen from in a second launch.
+    # Few long rows are split over several CTAs; a second launch then chooses.
     assert len(kernels) == len(ctas)
     assert all(kernel.ctas >= least for kernel, least in zip(kernels, ctas, strict=True))

@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernel of coded keys and values. Needs the extra `aot`, and no GPU."""
+"""ptxas reports of the kernel that reads quantized keys and values. Needs the extra `aot`, but no GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]
 B, K, S, CHOSEN = 4, 8, 4096, 1024
 WIDE = ((256, 4),), (256, 2)
 PLANES = [
-    # Coordinates and bits of keys, of values; CTAs that a multiprocessor holds.
+    # Coordinates and bits of keys, then of values; least number of CTAs on a multiprocessor.
     pytest.param(((128, 4),), (128, 4), 4, id="whole"),
     pytest.param(((32, 4), (96, 4)), (128, 4), 4, id="index and rest"),
     pytest.param(((64, 4), (64, 2)), (128, 2), 4, id="fewer bits"),
@@ -19,7 +19,7 @@ PLANES = [
     pytest.param(((32, 6), (96, 3)), (128, 3), 4, id="bit planes"),
     pytest.param(((16, 6), (48, 3)), (64, 5), 4, id="shares of half a byte"),
 ]
-"""Fewer CTAs have fewer bytes in flight."""
+"""Planes of keys and values. With fewer CTAs, fewer bytes are in flight."""
 
 
 def shape(*dims: int, dtype=jnp.uint8) -> jax.ShapeDtypeStruct:
@@ -27,7 +27,10 @@ def shape(*dims: int, dtype=jnp.uint8) -> jax.ShapeDtypeStruct:
 
 
 def coded(keys, values, groups: int = 4, chosen: int = 0, page: int = 0) -> Kernel:
-    """Decoding with `groups` query heads a KV head; `chosen` slots, or all; of rows, or in pages."""
+    """Compile decoding with `groups` query heads per KV head.
+
+    The kernel reads `chosen` slots, or all if that is 0, from rows, or from pages if `page` is not 0.
+    """
     kinds = (*keys, values)
 
     def attend(q, arrays, begin, end, slots, table):
@@ -57,7 +60,7 @@ def test_whole_store(keys, values, ctas):
         assert loop.in_order("SYNCS.PHASECHK", "HGMMA")
         assert loop.count("UTMALDG") > 0, "the next block is asked for"
         assert loop.count("LDG", "LD") == 0
-    assert others.count("FMNMX") == 0, "once the maximum is settled nobody looks for it"
+    assert others.count("FMNMX") == 0, "no thread looks for a maximum that is settled"
     assert first.count("FMNMX") > 0
 
 
@@ -67,7 +70,7 @@ def test_chosen_slots(keys, values, ctas):
     assert_no_spills([kernel])
     assert kernel.ctas >= ctas
     for loop in kernel.code.loops_with("HGMMA"):
-        assert loop.in_order("LDG", "HGMMA"), "rows come straight into registers"
+        assert loop.in_order("LDG", "HGMMA"), "rows are loaded into registers"
         assert loop.count("UTMALDG") == 0
 
 

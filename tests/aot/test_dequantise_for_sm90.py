@@ -1,4 +1,4 @@
-"""The kernel that reads codes as numbers compiles for an H200, and nothing is computed beside it."""
+"""Compilation of the dequantization kernel for an H200 without any other computation."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ B, K, S = 2, 8, 5120
 @pytest.mark.parametrize("bits", [(4, 4, 4), (6, 3, 5), (8, 2, 8)])
 @pytest.mark.parametrize("page", [0, 40, 256])
 def test_writes_numbers_alone(bits, page):
-    """Beside them are the pointers of a tuple."""
+    # The output also holds the pointers of a tuple.
     sharding = jax.sharding.SingleDeviceSharding(device())
 
     def shape(*dims, dtype=jnp.uint8):

@@ -1,4 +1,4 @@
-"""The kernel that codes new tokens compiles for an H200, and writes in place."""
+"""Compilation of the kernel that quantizes new tokens for an H200, which must write in place."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ BITS = (4, 4, 4)
 @pytest.mark.parametrize(("B", "T"), [(8, 1), (1, 1024)])
 @pytest.mark.parametrize("page", [0, 256])
 def test_writes_in_place(B, T, page):
-    """All that comes back is where it was, but for the pointers of a tuple."""
+    # Outputs alias inputs, except the pointers of a tuple.
     K, S, sharding = 8, 4096, jax.sharding.SingleDeviceSharding(device())
 
     def shape(*dims, dtype=jnp.uint8):

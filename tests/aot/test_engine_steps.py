@@ -1,4 +1,4 @@
-"""An engine's steps compile for an H200: kernels read pages in place, and pools are written in place."""
+"""Compilation of an engine's steps for an H200: kernels read pages and write pools in place."""
 
 import math
 import re
@@ -39,7 +39,7 @@ COPY = re.compile(r"\[([\d,]+)\]\S* copy\(")
 
 
 def coded(**settings) -> CompressionPlan:
-    """All coordinates of far tokens in 4 bits."""
+    """Return a plan that stores all coordinates of far tokens in 4 bits."""
     made = methods.named("coded").Settings(**settings)
     plan = CompressionPlan.uniform(CONFIG, qk=128, v=128, **NEAR)
     layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
@@ -56,7 +56,7 @@ PLANS = {
 
 
 def arguments(plan: CompressionPlan, longest: int):
-    """Leaves and structure of a network, its layout, and the state of an engine, as shapes."""
+    """Return a network's leaves and tree structure, and the shapes of an engine's state."""
     network = build(CONFIG, rotated=True)
     network.plan = plan
     leaves, tree = jax.tree.flatten(network)
@@ -74,7 +74,7 @@ def arguments(plan: CompressionPlan, longest: int):
 def program(
     plan: CompressionPlan, step, packed: tuple[int, ...], longest: int = TOKENS
 ) -> tuple[set[str], Any, Any]:
-    """Names of the kernels of Mosaic in a step, the step compiled, and the state of the engine."""
+    """Return the names of a step's Mosaic kernels, the compiled step, and the engine's state."""
     leaves, tree, state = arguments(plan, longest)
     table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
     given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
@@ -96,7 +96,7 @@ def program(
 
 
 def has(found: set[str], kernels: set[str]) -> bool:
-    """Whether each is there."""
+    """Return whether every kernel's name is found."""
     return all(any(kernel in name for name in found) for kernel in kernels)
 
 
@@ -116,7 +116,7 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
 @pytest.mark.aot
 @pytest.mark.parametrize("name", PLANS)
 def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name):
-    """XLA knows how often the loop is run; pools stay where they lie in it."""
+    # XLA knows the loop's trip count, and pools stay in place in the loop.
     plan, kernels = PLANS[name]
     in_one = partial(runner._decode_loop, 4, "greedy")
     found, step, state = program(plan, in_one, (ROWS, 1 + WIDTH))
@@ -138,16 +138,14 @@ def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name):
         ("dense", 512, 1 / 2),
         ("ranks", 16, 1 / ROWS),
         ("ranks", 512, 1 / 2),
-        ("coded", 16, 5 / 4),  # One row's far tokens in 16 bits are as large as the pool of all rows in 4.
+        ("coded", 16, 5 / 4),  # Far tokens of one sequence in 16 bits are as large as the pool in 4.
         ("chosen", 16, 1 / 2),
-        ("chosen", 512, 5),  # Scores by the index of all far tokens, for each token of the piece.
+        ("chosen", 512, 5),  # Index scores of all far tokens, for each token of the chunk.
     ],
 )
 def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name, width, share):
-    """No pool is copied; and where a piece is so short that its own arrays are small, no row either.
-
-    Nor is there a loop then, for which the host would wait.
-    """
+    # No pool is copied. If a chunk is so short that its own arrays are small, no sequence is copied either,
+    # and no loop makes the host wait.
     plan, _ = PLANS[name]
     numbers = runner.CHUNK_HEADER + width
     found, step, state = program(plan, runner._prefill_chunk, (numbers,))
@@ -169,7 +167,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
         ("ranks", 1, TOKENS, 1 / 2),
         ("coded", 1, TOKENS, 7 / 4),
         ("chosen", 1, TOKENS, 5),
-        ("coded near", 1, 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
+        ("coded near", 1, 8 * TOKENS, 16),  # Dequantized values are many times as large.
         ("dense", runner.MAX_CHUNKS, TOKENS, 1),
         ("ranks", runner.MAX_CHUNKS, TOKENS, 1),
         ("coded", runner.MAX_CHUNKS, TOKENS, 5),
@@ -194,7 +192,7 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 @pytest.mark.aot
 @pytest.mark.parametrize("choice", get_args(Choice))
 def test_choosing_tokens_never_waits_for_the_host(choice):
-    """Of a vocabulary that is sorted where somebody draws."""
+    # The vocabulary is sorted where a request samples.
     network = build(replace(CONFIG, vocab_size=32_000), rotated=True)
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())

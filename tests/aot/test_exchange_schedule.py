@@ -1,4 +1,4 @@
-"""On four H200 that are not there: what a layer computes while its heads are exchanged."""
+"""Schedule of a layer's attention and head exchange on four abstract H200s."""
 
 import re
 from collections.abc import Callable
@@ -30,14 +30,15 @@ KINDS = {
     "__mosaic_gpu_v2|mosaic_gpu": "attention",
 }
 COMING = ["start", "attention", "done"]
-"""A group of heads, and what is computed while it comes or goes."""
+"""One group of heads: the start of its exchange, the attention computed meanwhile, and the end."""
 
 
 @pytest.mark.aot
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("kv_heads", [32, 8])
 def test_attention_hides_the_exchange(kv_heads):
-    """Near attention beside the first group, each group's beside the other's way; one way back is left."""
+    # Near attention overlaps the first group's exchange, and each group's attention overlaps the next
+    # exchange. Only one exchange on the way back stays exposed.
     spec = PrefixRing(num_kv_heads=kv_heads, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
     assert scheduled(spec, 32) == ["halo", *COMING * 3, "start", "done"]
 
@@ -60,7 +61,8 @@ def test_a_single_kv_head_is_one_group():
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("kv_heads", [32, 8])
 def test_attention_hides_the_exchange_of_codes(kv_heads):
-    """As of numbers; kernels code keys and values before it, and read codes behind it."""
+    # The schedule equals that of keys and values in 16 bits. Kernels quantize keys and values before the
+    # exchange and read quantized values after it.
     codes = {"key_code": Split(32, FittedIntegers(6), FittedIntegers(3)), "value_code": FittedIntegers(4)}
     near = {"sinks": 4, "window": 128, "near_code": FittedIntegers(8)}
     spec = CodedStore(num_kv_heads=kv_heads, head_dim=128, dtype="bfloat16", R=128, Z=128, **near, **codes)
@@ -76,7 +78,7 @@ def test_attention_hides_the_exchange_of_codes(kv_heads):
 def scheduled(
     spec: PrefixRing | CodedStore, num_heads: int, attend: Callable[..., jax.Array] | None = None
 ) -> list[str]:
-    """Parts of the exchange and our kernels, in the order of the compiled program."""
+    """Return the parts of the exchange and our kernels, in the order of the compiled program."""
     mesh = Mesh(np.array(devices(4)), (SEQUENCE,))
     native = partial(sharded_attention, scale=0.1, spec=spec, implementation="pallas")
     one = attend or (lambda *qkv: native(*qkv)[0])

@@ -1,6 +1,7 @@
-"""What ptxas makes of the kernels for Hopper: what spills is known, and hot loops wait, multiply, then load.
+"""ptxas reports of the kernels for Hopper.
 
-Cases are those of the measured tables, then what else the kernels can do. Needs the extra `aot`, and no GPU.
+Spills are listed, and hot loops must wait, multiply, then load. The cases are those of the tuning tables,
+then further features of the kernels. Needs the extra `aot`, but no GPU.
 """
 
 import json
@@ -26,13 +27,16 @@ from kernels_pallas.tuning import file_of
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]
 N, S, B = 32, 8192, 16
-"""Heads, tokens, and rows of the decode kernel."""
+"""Heads, tokens, and batch size of the decode kernel."""
 WARPGROUP = 128
-"""Threads."""
+"""Threads of one warpgroup."""
 NEAR = {"sinks": 4, "window": 512}
 TUNED = json.loads(file_of("NVIDIA H200").read_text())
 CTAS = {(64, 96, 64): 4, (32, 64, 32): 4, (32, 64, 128): 3, (64, 96, 128): 2, (16, 32, 64): 4}
-"""Decoding CTAs that a multiprocessor holds at R, Z and H, else one: fewer have fewer bytes in flight."""
+"""Least number of decoding CTAs on a multiprocessor by (R, Z, H); 1 for other shapes.
+
+With fewer CTAs, fewer bytes are in flight.
+"""
 
 
 def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -46,7 +50,7 @@ def integers(*dims: int) -> jax.ShapeDtypeStruct:
 def prefill(
     R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, lists: Any = None, **options: Any
 ) -> list[Kernel]:
-    """Prompts of S tokens, in pages where these have a size; two ranks where there is an H."""
+    """Compile prefill of S tokens, in pages if `page` is not 0, with two ranks if `H` is not 0."""
     cache, table = ((99, N, page), integers(1, S // page)) if page else ((1, N, S), None)
     arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
     tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
@@ -77,7 +81,7 @@ def decode(
     cache: tuple[int, ...] = (B, N, S),
     **options: Any,
 ) -> list[Kernel]:
-    """Caches of S tokens; two ranks where there is an H."""
+    """Compile decoding from caches of S tokens, with two ranks if `H` is not 0."""
     arrays = shape(B, N, H or R), shape(*cache, R), shape(*cache, Z), integers(B)
     near = NEAR if H else {}
     if H:
@@ -90,7 +94,7 @@ def decode(
 
 
 def rope(H: int, R: int, *, keep_tail: bool, T: int = S, K: int = 8, G: int = 4) -> list[Kernel]:
-    """Prompts of T tokens, keys shifted."""
+    """Compile the kernel after RoPE for prompts of T tokens, with shifted keys."""
     C = H if keep_tail else R
 
     def float32(*dims):
@@ -106,7 +110,7 @@ def rope(H: int, R: int, *, keep_tail: bool, T: int = S, K: int = 8, G: int = 4)
 
 
 def tuned(kernel: str) -> list[Any]:
-    """Widths and configs of the measured table."""
+    """Return the widths and configs of the table of measured configs."""
 
     def name(widths):
         return "-".join(map(str, widths.values()))
@@ -123,14 +127,14 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
     assert_no_spills([kernel])
     assert kernel.ctas >= 1
 
-    # Warpgroups that ask for more registers than the rest gave back would wait for them forever.
+    # If warpgroups asked for more registers than the others release, they would wait forever.
     fewer, more = (int(x.text.split()[-1], 16) for x in kernel.code.instructions if x.has("USETMAXREG"))
     assert (fewer + sizes.warpgroups * more) * WARPGROUP <= kernel.register_pool
 
     plain = kernel.code.loops_with("HGMMA")[0]
     assert plain.count("HGMMA") == R // 16 + sizes.block_kv // 16
     assert plain.in_order("SYNCS.PHASECHK", "HGMMA")
-    assert plain.count("SYNCS.ARRIVE") == 2, "keys and values are given back once each"
+    assert plain.count("SYNCS.ARRIVE") == 2, "keys and values are released once each"
     assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
     (producer,) = kernel.code.loops_with("UTMALDG")
     assert producer.count("SYNCS.PHASECHK") > 0
@@ -138,7 +142,8 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
 
 @pytest.mark.parametrize(("R", "Z"), [(16, 144), (16, 192), (16, 208), (16, 240), (128, 144)])
 def test_prefill_of_wide_values(R: int, Z: int) -> None:
-    """Outputs of many registers a thread: the default config and that of lists leave room for them."""
+    # Outputs need many registers per thread. The default configs, with and without lists, leave room for
+    # them.
     assert_no_spills(prefill(R, Z))
     lists = BlockLists(integers(1, N, S // 192 + 1, 9), integers(1, N, S // 192 + 1))
     assert_no_spills(prefill(R, Z, lists=lists, blocks=(192, 64)))
@@ -147,7 +152,7 @@ def test_prefill_of_wide_values(R: int, Z: int) -> None:
 @pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
 @pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (192, 128), (256, 64)])
 def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> None:
-    """Consumers do what they do without lists; the producer alone reads them."""
+    # Consumers do the same work as without lists; only the producer reads lists.
     count = -(-S // blocks[0])
     lists = BlockLists(integers(1, N, count, count), integers(1, N, count))
     (kernel,) = prefill(R, Z, lists=lists, blocks=blocks)
@@ -163,10 +168,8 @@ def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> No
 @pytest.mark.parametrize("page", [0, 128])
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128), (48, 96, 128)])
 def test_prefill_in_turns(R: int, Z: int, H: int, page: int) -> None:
-    """Without a config: weights follow the take, and those of 80 of 128 columns precede the hand-on.
-
-    Two exponentials are no weights: where the maximum is raised, those of a thread's two rows.
-    """
+    # Weights follow the start of a turn, and the weights of 80 of 128 columns precede its end. Two
+    # exponentials are not weights: they rescale a thread's two rows when the maximum is raised.
     (kernel,) = prefill(R, Z, H, page)
     assert_no_spills([kernel])
     assert kernel.ctas >= 1
@@ -179,7 +182,7 @@ def test_prefill_in_turns(R: int, Z: int, H: int, page: int) -> None:
 
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128)])
 def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
-    """Between taking a turn and handing it on lie all weights, and no wait for a product."""
+    # All weights lie between the start and the end of a turn; no wait for a product does.
     (kernel,) = prefill(R, Z, H, config=PrefillConfig(turns=128))
     assert_no_spills([kernel])
     code = kernel.code.loops_with("HGMMA")[0].instructions
@@ -188,13 +191,13 @@ def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
     def within(name):
         return [take < x.index < hand_on for x in code if x.has(name)]
 
-    assert within("MUFU").count(False) == 2, "where the maximum is raised"
+    assert within("MUFU").count(False) == 2, "only a raised maximum needs more"
     assert not any(within("WARPGROUP.DEPBAR") + within("HGMMA") + within("FMNMX"))
 
 
 @pytest.mark.parametrize(("R", "Z"), [(32, 64), (64, 64)])
 def test_prefill_overlapped(R: int, Z: int) -> None:
-    """The next block's product begins before the last weights of this one; both products share one wait."""
+    # The next block's product begins before this block's last weights, and both products share one wait.
     (kernel,) = prefill(R, Z, config=PrefillConfig(overlap=True))
     assert_no_spills([kernel])
     code = kernel.code.loops_with("HGMMA")[0].instructions
@@ -206,7 +209,7 @@ def test_prefill_overlapped(R: int, Z: int) -> None:
 
 @pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
 def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
-    """Each takes one vote, which sends few of them to shuffles and products with what has been added up."""
+    # Each block takes one vote. Only few blocks then need shuffles and rescale their sums.
     (kernel,) = prefill(R, Z)
     plain = kernel.code.loops_with("HGMMA")[0]
 
@@ -220,7 +223,7 @@ def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
 
     assert always("VOTE") == [True]
     assert always("SHFL") == [False] * 4, "two rows, over four threads"
-    assert all(always("BAR")), "a warp that raises its own waits for no other"
+    assert all(always("BAR")), "barriers do not depend on raised maxima"
     assert not any(always("FMUL"))
 
 
@@ -228,7 +231,7 @@ def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.parametrize(("block_kv", "overlap"), [(64, False), (64, True), (128, False)])
 def test_prefill_of_near_keys_alone(H: int, warpgroups: int, block_kv: int, overlap: bool) -> None:
-    """Blocks without a mask first, then masked ones, 64 keys at a time."""
+    # Blocks without a mask come first, then masked ones of 64 keys at a time.
     config = PrefillConfig(block_kv, 2, warpgroups, overlap=overlap)
     (kernel,) = prefill(0, 0, H, config=config)
     assert_no_spills([kernel])
@@ -254,7 +257,7 @@ def test_decode(widths: dict[str, int], config: dict[str, Any]) -> None:
     assert loops[0].count("HGMMA") == R // 16 + sizes.block // 16
     for loop in loops:
         assert loop.in_order("SYNCS.PHASECHK", "HGMMA")
-        # The next block goes where this one is: only once no product reads it any more.
+        # The next block overwrites this one, so it is loaded once no product reads this one any more.
         assert loop.in_order("WARPGROUP.DEPBAR", "UTMALDG", how_many=all)
         assert loop.count("LDG", "LD") == 0, "keys and values come by the copy engine only"
 
@@ -300,7 +303,7 @@ SPILL: dict[str, tuple[str, Callable[[], list[Kernel]]]] = {
     "prefill near 256": ("once, outside of its loops", lambda: prefill(0, 0, 256)),
     "post_rope 256": ("at each head", lambda: rope(256, 128, keep_tail=True)),
 }
-"""Default configs that are known to spill, and where."""
+"""Default configs that are known to spill, and the places where they spill."""
 
 
 @pytest.mark.parametrize(
@@ -315,7 +318,7 @@ def test_spills_known(compile_it: Callable[[], list[Kernel]]) -> None:
 
 
 def test_spills_are_seen() -> None:
-    """A config that was measured and not chosen: two blocks of scores beside 128 values a query."""
+    # This config keeps two blocks of scores and 128 values per query, and was rejected in tuning.
     (kernel,) = prefill(64, 128, config=PrefillConfig(overlap=True))
     assert kernel.stack > 0
     assert kernel.spills > 0

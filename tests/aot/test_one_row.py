@@ -1,4 +1,4 @@
-"""Tokens of one row, compiled for an H200: weights read once, nothing written but results, few kernels."""
+"""Decoding of one sequence, compiled for an H200: few kernels, weights read once, only results written."""
 
 import math
 import re
@@ -21,9 +21,9 @@ from zdc_jax.plan import CompressionPlan
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_kv_heads=8, vocab_size=512)
 TOKENS = 8192
 OF_KEYS = 2 * CONFIG.embed_dim * CONFIG.num_kv_heads * CONFIG.head_dim
-"""Bytes of one layer's weights of keys; twice as many are the keys of `TOKENS`."""
+"""Bytes of one layer's key weights. The keys of `TOKENS` need twice as many."""
 LONG = 512
-"""Terms that one thread may add up."""
+"""Most terms that one thread may add up."""
 
 
 PLANS = {
@@ -33,15 +33,18 @@ PLANS = {
 }
 
 KERNELS = {"dense": 55, "ranks": 58, "coded": 43}
-"""Of a token through two layers, by jaxlib 0.11.2: the first layer's norm takes more, and so does what comes
-before. With norms of one row they were 58, 61 and 50."""
+"""Kernels per token and two layers with jaxlib 0.11.2.
+
+The first layer's norm needs more kernels, and so does the code before it. With norms of one row, the counts
+were 58, 61 and 50.
+"""
 
 
 @pytest.mark.aot
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_products_with_weights_are_no_sums(name):
-    """XLA makes a product of one row a sum: its terms go through memory, or a thread adds them up alone."""
+    # XLA turns a product of one row into a sum: its terms go through memory, or one thread adds them up.
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     step = compiled_for(PLANS[name], extended, token)
     assert step.memory_analysis().temp_size_in_bytes < OF_KEYS / 2
@@ -52,7 +55,7 @@ def test_products_with_weights_are_no_sums(name):
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_token_takes_few_kernels(name):
-    """Short ones take as long as it takes to begin them. A norm is one."""
+    # Short kernels take as long as their launch. A norm is one kernel.
     step = compiled_for(PLANS[name], extended, jax.ShapeDtypeStruct((1, 1), jnp.int32)).as_text()
     entry = step[step.index("\nENTRY") :]
     assert len(re.findall(r" (?:fusion|custom-call|copy)\(", entry)) <= KERNELS[name]
@@ -78,17 +81,17 @@ def test_the_loop_of_several_tokens_copies_no_cache_and_is_one_graph(name, tmp_p
 
 
 def extended(network, cache, token):
-    """A token more."""
+    """Extend the cache by one token."""
     return network.extend(cache, token, cache.lengths + 1, "pallas")
 
 
 def compiled_for(plan: CompressionPlan, run: Callable[..., Any], *more: Any) -> jax.stages.Compiled:
-    """`run` of a network, a cache of one row, which is given up, and arguments of these shapes."""
+    """Compile `run` for a network, a donated cache of one sequence, and arguments of these shapes."""
     return lowered(jax.jit(run, donate_argnums=1), *shapes(plan), *more).compile()
 
 
 def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
-    """Of a network, and of a cache of one row."""
+    """Return the shapes of a network and of a cache of one sequence."""
     specs = plan.layer_caches("bfloat16")
 
     def network():
@@ -102,7 +105,7 @@ def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
 
 
 def lowered(program: Any, *given: Any, **options: Any) -> jax.stages.Lowered:
-    """A jitted function of arguments of these shapes."""
+    """Lower a jitted function for arguments of these shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device())
 
     def placed(x):
@@ -113,7 +116,10 @@ def lowered(program: Any, *given: Any, **options: Any) -> jax.stages.Lowered:
 
 
 def lonely_sums(text: str) -> list[str]:
-    """Reductions over more than `LONG` numbers inside of a loop or a concatenation: a thread does each."""
+    """Return reductions over more than `LONG` numbers that run in one thread each.
+
+    A reduction inside a loop fusion or a concatenation runs so.
+    """
     found = []
     for name, body in re.findall(r"\n%(\S+) \([^\n]*\{\n(.*?)\n\}", text, re.DOTALL):
         shapes = dict(re.findall(r"%(\S+) = \w+\[([\d,]*)\]", body))

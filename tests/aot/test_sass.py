@@ -1,4 +1,4 @@
-"""Reading machine code: which branches make a loop, and what comes before what in it."""
+"""Parser of machine code: branches that form a loop, and the order of instructions in it."""
 
 from sass import Code
 
@@ -21,7 +21,7 @@ kernel:
 .L_x_4:
    -:-:-:-:00        /*00a0*/                   BRA `(.L_x_4)
 """
-"""A loop whose wait is tried again behind the end of the kernel."""
+"""A loop whose wait is retried after the end of the kernel."""
 
 
 def test_loops_are_those_that_execution_can_go_round():

@@ -1,4 +1,4 @@
-"""Peers that do not run, the truth that rows are held to, and what a run of some sections leaves."""
+"""Kernel benchmarks: peers that do not run, the reference for errors, and results of partial runs."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from kernels_pallas.prefill_softmax import _SLACK
 
 
 def test_a_peer_that_fails_has_a_row_that_says_why(tmp_path):
-    """There is no library, and perhaps no PyTorch."""
+    # The library is absent, and PyTorch may be absent too.
     (row,) = flash_rows(tmp_path / "absent.so", "H=128", [1.0], {"tensor": 1.0}, tokens=1024, window=512)
     assert row["name"] == "flash-attention-3 H=128"
     assert "Error: " in row["refused"]
@@ -42,7 +42,7 @@ def test_rows_of_a_window_without_sinks_are_those_of_jax():
 
 
 def test_the_truth_of_decoding_is_that_of_the_kernels_tests():
-    """With a ring, whose slots it finds; in the first and the last row, all heads."""
+    # The reference covers a ring, whose slots it finds, and all heads of the first and the last row.
     (B, S, N, K, R, Z), near = (3, 40, 4, 2, 32, 64), {"sinks": 2, "window": 8}
 
     def draw(seed, *shape):
@@ -58,7 +58,7 @@ def test_the_truth_of_decoding_is_that_of_the_kernels_tests():
 
 def test_one_wrong_head_of_one_row_shows():
     exact = np.random.default_rng(0).normal(size=(5, 32, 64))
-    exact[0] *= 1000  # A row of few keys is large beside those of many.
+    exact[0] *= 1000  # A row with few keys has large outputs compared with rows with many keys.
     out = exact.copy()
     out[3, 7] *= 1.5
     assert bench.error(out, exact) == pytest.approx(0.5)
@@ -71,8 +71,8 @@ def test_queries_have_a_truth_where_later_keys_weigh_much_more():
 
 
 def test_rising_scores_raise_the_maximum_of_every_row_at_every_block():
-    """By more than 2^8, below which the kernel leaves it, although numbers are coarse at the last of them."""
-
+    # Each block raises it by more than 2^8, the kernel's slack, although numbers are coarse in the last
+    # ones.
     def draw(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 

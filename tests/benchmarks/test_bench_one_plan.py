@@ -1,4 +1,4 @@
-"""One plan on both axes: how many rows fit, whose quality it is, and what a cut run leaves."""
+"""Benchmark of one plan: how many sequences fit, whose quality it reports, and interrupted runs."""
 
 import json
 from dataclasses import replace
@@ -19,13 +19,13 @@ CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_heads=4, num_kv_h
 
 @pytest.fixture(autouse=True)
 def garbage_stays(monkeypatch):
-    """Collecting it walks over all that other tests left, a second at a time."""
+    """Skip garbage collection, which takes a second after many other tests."""
     monkeypatch.setattr(bench, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture
 def memory(monkeypatch):
-    """A device that holds a gigabyte and uses a tenth of it."""
+    """Stub a device with a gigabyte of memory, of which a tenth is in use."""
     stats = {"bytes_limit": 10**9, "bytes_in_use": 10**8}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     return stats
@@ -44,7 +44,7 @@ def test_coded_rows_fit_by_the_bytes_of_their_codes():
     plan = CompressionPlan.of_layers(CONFIG, [LayerRanks(128, 128)] * 2, method="coded", settings=settings)
     a_token = (
         2 * 4 * (128 * 2 // 8 + 128 * 4 // 8 + 2)
-    )  # Layers, heads, codes of keys and values, a reach of each.
+    )  # Layers, heads, quantized keys and values, a scale of each.
     assert bench.rows_that_fit(plan.layer_caches("bfloat16"), 1024) == int(
         0.97 * 9 * 10**8 // (1024 * a_token + 4)
     )
@@ -81,7 +81,7 @@ def test_other_errors_are_not_taken_for_lack_of_memory():
 
 @pytest.fixture
 def plan(tmp_path):
-    """A judged plan, as a file."""
+    """Return the path of a plan that was judged, and its row of results."""
     path = RESULTS / "coded-smollm2-135m.json"
     rows = json.loads(path.read_text())["rows"]
     row = next(row for row in rows if row["method"] == "coded, 8192, 0.3 %" and row["protocol"] == "cached")
@@ -102,7 +102,7 @@ def test_quality_is_that_of_the_plan(plan, tmp_path):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """All that needs a GPU, with times that tell of what they are; the batches that are asked for."""
+    """Replace all that needs a GPU by fakes with known times, and return the list of timed batches."""
     asked = []
 
     def decode_times(side, batch, length, steps, repeats):
@@ -185,7 +185,7 @@ def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, rot
     assert built == [rotated]
     assert set(sides) == {("token", side), ("first", side)}
     dense = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
-    assert row["bytes_a_row"] == share * dense + 4, "the length of a row takes 4 bytes"
+    assert row["bytes_a_row"] == share * dense + 4, "the length of a sequence needs 4 bytes"
 
 
 @pytest.mark.usefixtures("timed")

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it leaves alone."""
+"""Resumption of an interrupted run, and files that it leaves alone."""
 
 import json
 

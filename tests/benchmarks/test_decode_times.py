@@ -1,4 +1,4 @@
-"""Times of decoding: what a call costs besides its tokens is in none, and tokens are those of `generate`."""
+"""Times of decoding, without the fixed cost of a call, for the tokens of `generate`."""
 
 import jax.numpy as jnp
 import pytest
@@ -11,9 +11,9 @@ from zdc_jax.plan import CompressionPlan
 
 
 class Clocked:
-    """A side whose calls take `begin` seconds and `token` more for each token, by a clock of its own.
+    """A model whose calls take `begin` seconds and `token` more per token, by a clock of its own.
 
-    memory: that caches have, a unit a row; a step needs `scratch` more.
+    memory: units of memory for caches, one per sequence; a step needs `scratch` more.
     """
 
     def __init__(self, begin=0.0, token=0.25, memory=100, scratch=0):
@@ -36,7 +36,7 @@ class Clocked:
 
 
 class Rows:
-    """A cache, whose memory is free again when nobody has it."""
+    """A cache whose memory is free again once no reference is left."""
 
     def __init__(self, side, batch, capacity):
         if side.left < batch:

@@ -1,4 +1,4 @@
-"""Plans at a budget, what they are judged on, and the JSON of equal bytes."""
+"""Plans at a budget, the data that judges them, and the JSON of the comparison at equal bytes."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.plan import CompressionPlan
 
 WIDE = replace(LLAMA, embed_dim=256, head_dim=64)
-"""Of the head dim for which the table names its ranks."""
+"""The smallest head dim for which the table names ranks."""
 
 
 def HEADS(n):
@@ -34,7 +34,7 @@ CONTEXT = 2048
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
 @pytest.mark.matrix
 def test_a_plan_spends_its_budget(entry):
-    """No more than it, and so much that one step more would be over it."""
+    # A plan stays within its budget, and one step more would exceed it.
     held, refused = 0, []
     for budget in entry.budgets:
         share = share_held if entry.judged_by == "bytes" else share_read
@@ -78,7 +78,7 @@ def test_groups_are_alike_and_lose_nothing(items, most):
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
 @pytest.mark.matrix
 def test_an_unmodified_model_retains_all(protocol, monkeypatch):
-    """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
+    # Under each protocol only the cache is judged, and perplexity is that of a plain forward pass.
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""Where answers differ first, and how often."""
+"""First differences between answers, and their frequency."""
 
 import json
 

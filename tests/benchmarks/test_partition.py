@@ -21,7 +21,7 @@ from benchmarks.mesh.rivals.partition import (
 from zdc_jax.errors import MeshError
 from zdc_jax.plan import CompressionPlan
 
-ATTENTION = ChunkCost(call=0, token=0, past=2e-9, own=1e-9)  # What causality leaves of t x (s + t) scores.
+ATTENTION = ChunkCost(call=0, token=0, past=2e-9, own=1e-9)  # Causality halves own scores.
 LAYERS = 32
 
 
@@ -68,7 +68,7 @@ def test_refuses(make, message):
 
 
 def test_interpolated_between_the_two_nearest():
-    """The paper's example (§5): shares of 10k lie halfway between those of 8k and 12k."""
+    # The paper's example (§5): shares of 10k lie halfway between those of 8k and 12k.
     table = [Partition((6000, 4000, 2000)), Partition((3200, 2400, 2400)), Partition((16, 8, 8))]
     assert interpolated(table, 10000).tokens == (4500, 3167, 2333)
     assert interpolated(table, 8000).tokens == (3200, 2400, 2400)
@@ -78,7 +78,7 @@ def test_interpolated_between_the_two_nearest():
 
 @st.composite
 def tables(draw):
-    """A table of partitions of one number of devices, and a length."""
+    """Draw a table of partitions for one number of devices, and a length."""
     devices = draw(st.integers(1, 6))
     pieces = st.lists(st.integers(1, 500), min_size=devices, max_size=devices)
     table = draw(st.lists(pieces, min_size=1, max_size=4))
@@ -95,7 +95,7 @@ def test_interpolated_sums_to_the_length(case):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_attention_is_shared_as_the_closed_form(devices):
-    """Equal areas of the causal triangle: piece i ends at T √((i + 1) / U); two devices: T / √2."""
+    # Equal areas of the causal triangle: chunk i ends at T √((i + 1) / U), with two devices T / √2.
     length = 65536
     found = searched(length, devices, ATTENTION, layers=10**9, link=FREE)
     expected = [length * sqrt((index + 1) / devices) for index in range(devices)]
@@ -154,7 +154,7 @@ def test_ttft_as_played_out_layer_by_layer(token):
 
 
 def test_bytes_of_even_pieces_are_those_of_the_paper():
-    """Eq. 7: (p - 1) / 2 of the C keys and values."""
+    # Eq. 7: (p - 1) / 2 of the C keys and values.
     plan = CompressionPlan.full(LLAMA)
     sent = handed_bytes(plan, Partition.even(4096, 4), capacity=4096)
     token = plan.bytes(4096) // 4096

@@ -10,7 +10,7 @@ from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 
 def test_shares_are_of_the_plain_cache():
-    """Whatever else a plan says."""
+    # The baseline ignores all other settings of a plan.
     full = CompressionPlan.full(LLAMA)
     classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * LLAMA.num_layers, 64)
     plan = replace(full, window=64, sinks=4, classes=classes)

@@ -1,4 +1,4 @@
-"""The documents show what the results say."""
+"""Documents that show what the results say."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What figures of the benchmark say together, and that its tasks are those it knows."""
+"""Combined figures of the sequence benchmark, and its known tasks."""
 
 from typing import get_args
 

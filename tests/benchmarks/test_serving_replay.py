@@ -1,4 +1,4 @@
-"""Traces are read as they are written, and a replay counts what was served."""
+"""Traces as they are read, and the counts of a replay."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from benchmarks.serving.replay import Arrival, Served, arrivals, main
 from benchmarks.serving.replay import Options as ReplayOptions
 
 ONE_LAYER = replace(LLAMA, layers=LLAMA.layers[:1])
-"""Each program of an engine has all layers, and compiling it takes the time."""
+"""A model of one layer, since each of an engine's programs compiles all layers."""
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:04.1000000,20,3
 2023-11-16 18:17:03.9799600,48,5

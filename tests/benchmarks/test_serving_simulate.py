@@ -1,4 +1,4 @@
-"""Simulated requests take what their steps do."""
+"""Simulated requests, which take as long as their steps."""
 
 import pytest
 
@@ -20,7 +20,7 @@ CHUNK = 256
 
 
 def attention(begin: int, end: int) -> float:
-    """Seconds of a piece beside products with weights, token by token."""
+    """Return the seconds of a chunk's attention, token by token, without products with weights."""
     return COST.seen * sum(position + 0.5 for position in range(begin, end)) + COST.earlier * begin
 
 
@@ -31,7 +31,7 @@ def decoding(*held: int) -> float:
 @pytest.mark.parametrize("tails", [False, True])
 def test_one_request_takes_its_pieces_and_its_steps(tails):
     (one,) = simulate([Arrival(3.0, 300, 4)], COST, rows=2, chunk=CHUNK, tails=tails)
-    # The last 44 tokens are padded to 64; the only page that is marked ends where they begin.
+    # The last 44 tokens are padded to 64. The only marked page ends where they begin.
     first = CHUNK * COST.token + attention(0, CHUNK)
     assert one.first - one.came == pytest.approx(first + 64 * COST.token + attention(CHUNK, 300))
     steps = sum(COST.weights + decoding(held) for held in (301, 302, 303))
@@ -47,10 +47,10 @@ def test_few_tokens_take_as_long_as_the_weights():
 def test_pieces_of_two_texts_are_one_program_and_others_decode_beside_it():
     requests = [Arrival(0.0, 100, 4), Arrival(0.0, 250, 2)]
     second, first = simulate(requests, COST, rows=2, chunk=CHUNK, tails=False)
-    # What is left of the first step is read of the second prompt, in 128 and 256 places one by one.
+    # The rest of the first step reads the second prompt. Two programs would pad the chunks to 128 and 256.
     step = CHUNK * COST.token + attention(0, 100) + attention(0, CHUNK - 100) + COST.another
     assert first.first == pytest.approx(step)
-    # Its last 94 tokens are padded to 128.
+    # The last 94 tokens of the second prompt are padded to 128.
     step += 128 * COST.token + attention(156, 250) + COST.joined + decoding(101)
     assert second.first == pytest.approx(step)
     assert second.last == pytest.approx(step + COST.weights + decoding(102, 251))

@@ -1,4 +1,4 @@
-"""A searched plan of a small model becomes one of a large shape, and what kernels do not read is refused."""
+"""Transfer of a searched plan from a small model to a large shape, and refusals of unsupported plans."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ CHOOSES = Settings(bits_k=2, bits_v=4, bits_index=8, index=32, read=192, bits_ne
 
 
 def searched(*layers: LayerRanks) -> CompressionPlan:
-    """Of the small model: settings of all layers are those of what is read whole."""
+    """Return a plan of the small model; settings of all layers are those of `WHOLE`."""
     config = replace(SMALL, layers=SMALL.layers[:1] * len(layers))
     near = {"window": 64, "sinks": 4}
     plan = CompressionPlan.of_layers(config, layers, **near, method="coded", settings=WHOLE)
@@ -58,7 +58,7 @@ def test_ranks_of_a_plan_without_codes_go_by_the_head_dim():
         (32, 8, 128, 0.1, (64, 128)),
         (32, 8, 200, 1, (64, 256)),
         (24, 8, 256, 1, (48, 256)),
-        # An index that chooses takes a multiple of 16 bytes, any other one may be of any size.
+        # An index that chooses needs a multiple of 16 bytes; any other index may have any size.
         (24, 4, 256, 1, (32, 256)),
         (24, 4, 0, 1, (48, 0)),
     ],

@@ -1,4 +1,4 @@
-"""The table of measured configs: what is taken of it, and what a run that measures one kernel leaves."""
+"""Table of measured configs: choices from it, and the results of a run that measures one kernel."""
 
 import json
 from itertools import count
@@ -22,7 +22,7 @@ def plane(C: int, bits: int) -> Plane:
 
 @pytest.fixture
 def table(monkeypatch):
-    """What was measured on this device, a GPU."""
+    """Replace the table by an empty one for this device, which counts as a GPU."""
     found = {}
     monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(tuning, "_table", lambda device: found)
@@ -43,7 +43,7 @@ def test_stages_are_those_that_were_measured_and_parts_the_rules(table):
 
 
 def test_the_fastest_is_one_that_may_be_taken(monkeypatch):
-    """Although the card is cool, and fast, for the first that is timed."""
+    # The first config is timed on a cool and therefore faster card.
     times = {CodedConfig(2, 4): 2.1, CodedConfig(3, 4): 2.0, CodedConfig(4, 4): None, CodedConfig(2, 8): 1.0}
     looks = count()
 

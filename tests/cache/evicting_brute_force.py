@@ -1,6 +1,6 @@
-"""Float64 truth for caches that evict: one row, token by token, from the definitions.
+"""Float64 reference for caches that evict: one sequence, token by token, from the definitions.
 
-All attention of all queries is remembered, and scores are taken from it when they are asked for.
+It keeps the attention of all queries and derives scores from it on demand.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the cache, as a plan and its settings say them."""
+    """Sizes of the cache, as plans and their settings define them."""
 
     block: int
     kept: int
@@ -21,9 +21,12 @@ class Sizes:
 
 
 def attend(q, k, v, scale: float, sizes: Sizes, score, prompt: int = 0):
-    """q [T, N, H], k, v [T, K, H]; `score` is one of this file; the first `prompt` tokens see all.
+    """Compute the attention of q [T, N, H] to k and v [T, K, H].
 
-    Returns o [T, N, H], and what the far slots of each KV head hold at the end, positions in ascending order.
+    score: a scoring function of this file.
+    prompt: number of first tokens that see all others before them.
+
+    Returns o [T, N, H] and the positions that the far slots of each KV head hold at the end, ascending.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     (T, N, _), K = q.shape, k.shape[1]
@@ -57,7 +60,7 @@ def attend(q, k, v, scale: float, sizes: Sizes, score, prompt: int = 0):
 
 
 def h2o(weights, k, candidates):
-    """Scores [K, candidates] of attention weights [K, G, t, j]: sums over all queries, mean of a group."""
+    """Return scores [K, candidates] of weights [K, G, t, j]: summed over queries, averaged over groups."""
     return weights.sum(2).mean(1)[:, candidates]
 
 

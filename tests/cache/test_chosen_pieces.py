@@ -1,6 +1,6 @@
-"""Pieces of prompts of layers that choose: on kernels as on XLA, and as each token would give alone.
+"""Prompt chunks of layers that choose tokens: kernels compared with XLA and with single tokens.
 
-On a CPU plain functions stand in the kernels' place.
+On a CPU, plain functions replace the kernels.
 """
 
 import logging
@@ -23,7 +23,7 @@ from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
 
 PROMPT, PIECES = (300, 290, 40), ((48, 5, 48), (17, 48, 0))
-"""Tokens of each row. Of the last row the first queries have no far token."""
+"""Tokens of each sequence. The first queries of the last sequence have no far token."""
 LONGEST = 48
 ALONE = CodedChoosing(**NEAR, **CHOOSING, index=32, read=128)
 LEADER = replace(ALONE, leads=True)
@@ -39,7 +39,7 @@ HEADS = {"MHA": 1, "GQA": G}
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Plain functions in the kernels' place, and few queries at once."""
+    """Replace the kernels by plain functions, with few queries at once."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
     monkeypatch.setattr(stored, "coded_parts", decoding.plain_parts)
     monkeypatch.setattr(stored, "index_scores", decoding.plain_scores)
@@ -52,7 +52,7 @@ def plain(monkeypatch):
 
 
 def run(layers, groups, implementation, *, singly=False, table=None):
-    """Results of pieces, [tokens, layers, B, N, H], zeros where a row has no token more.
+    """Return results of chunks, [tokens, layers, B, N, H], with zeros where a sequence has no more tokens.
 
     The prompt before them is read on XLA. singly: token by token.
     """
@@ -92,15 +92,15 @@ def run(layers, groups, implementation, *, singly=False, table=None):
 
 
 def errors(found, expected):
-    """Of each token, layer, row and head; NaN where there is none."""
+    """Return relative errors by token, layer, sequence and head; NaN where there is no token."""
     size = np.linalg.norm(expected, axis=-1)
     return np.linalg.norm(found - expected, axis=-1) / np.where(size > 0, size, np.nan)
 
 
 def check(found, expected, share, few=0):
-    """Of every piece, layer, row and head so large a share of tokens agrees; none is as far off as zeros.
+    """Assert that a share of tokens agrees in each chunk, layer, sequence and head.
 
-    few: tokens that may be apart in any piece, where some may.
+    No token may be as wrong as zeros. few: tokens that may differ in any chunk, where some may.
     """
     error = errors(found, expected)
     for piece in np.split(error, len(PIECES)):
@@ -111,9 +111,9 @@ def check(found, expected, share, few=0):
 
 
 def check_xla(layers, groups, share, few=0):
-    """All tokens agree where nothing is left out.
+    """Assert that results agree with XLA, for all tokens if none are left out.
 
-    Kernels round queries of the index, and of tokens as good as equal they may take another.
+    Kernels round queries of the index. Among tokens that are nearly equal, they may choose another.
     """
     share = 1.0 if all(layer.read >= S for layer in layers) else share
     check(run(layers, groups, None), run(layers, groups, "xla"), share, few)
@@ -133,7 +133,7 @@ def test_one_wrong_head_of_one_row_of_one_piece_shows():
 
 @pytest.fixture
 def on_kernels(caplog):
-    """That all choices and all attention to what is chosen ran there."""
+    """Assert that all choices and all attention to chosen tokens ran on kernels."""
     attention._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         yield
@@ -158,7 +158,7 @@ def test_a_piece_is_what_each_token_gives_alone(plain, name):
 
 
 def in_pages(layers):
-    """The same in pages, and a table of them."""
+    """Return the layers in pages, and a page table."""
     pages = S // PAGE
     table = np.random.default_rng(0).permutation(2 * B * pages)[: B * pages].reshape(B, pages)
     paged = [Paged.of(layer, page=PAGE, pages=2 * B * pages) for layer in layers]
@@ -188,7 +188,7 @@ def test_no_row_is_copied_out_of_pages_where_kernels_run(plain, T):
 @pytest.mark.parametrize("layer", [ALONE, LEADER])
 @pytest.mark.full
 def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
-    """For CUDA, on any machine."""
+    # Lowering for CUDA needs no GPU.
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
     monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 16)
 
@@ -234,7 +234,7 @@ def test_a_piece_of_tokens_on_the_host_is_read_on_xla(plain):
 
 @pytest.mark.full
 def test_what_kernels_choose_for_a_piece_serves_xla(plain):
-    """A leader's index is on the device, its tokens are on the host; of the last row few are far."""
+    # The leader's index is on the device, but its tokens are on the host. The last row has few far tokens.
     given = {name: getattr(LEADER, name) for name in ("index", "read", "leads", *CHOOSING, *NEAR)}
     check(run((HostedChoosing(**given),), G, None), run((LEADER,), G, "xla"), share=0.7)
 
@@ -243,7 +243,7 @@ def test_what_kernels_choose_for_a_piece_serves_xla(plain):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_piece_on_the_device_is_what_xla_makes_of_it(on_kernels, name, heads):
-    """Of pieces of five tokens three differed on an H100, of longer ones up to a quarter."""
+    # On an H100, three tokens of chunks of five differed, and up to a quarter of longer chunks.
     check_xla(LAYERS[name], HEADS[heads], share=0.5, few=3)
 
 
@@ -251,7 +251,7 @@ def test_a_piece_on_the_device_is_what_xla_makes_of_it(on_kernels, name, heads):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_piece_on_the_device_is_what_each_token_gives_alone(on_kernels, name, heads, monkeypatch):
-    """Also in several blocks: all kernels round queries and sum samples alike."""
+    # All kernels round queries and sum samples alike, also in several blocks.
     monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 32)
     attend.clear_cache()
     pieces, tokens = (run(LAYERS[name], HEADS[heads], None, singly=singly) for singly in (False, True))

@@ -1,4 +1,4 @@
-"""Coded tokens of which an index chooses, against loops in float64."""
+"""Quantized tokens chosen by an index, compared with loops in float64."""
 
 from functools import cache, partial
 from math import sqrt
@@ -24,7 +24,7 @@ CALL = Call(0.3)
 
 @cache
 def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
-    """q [B, S, K G, H], k and v [B, S, K, H]; heads of a group at levels of their own."""
+    """Return q [B, S, K G, H], k and v [B, S, K, H]; heads of a group have different magnitudes."""
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(B, S, K * G, H)) * rng.uniform(0.5, 3, (K * G, 1))
     k = rng.normal(size=(B, S, K, H)) + rng.normal(size=(K, H))
@@ -37,7 +37,7 @@ def attend(spec: CodedChoosing, state, q, k, v, positions, end, aux):
 
 
 def run(spec: CodedChoosing, q, k, v, pieces, handed_on=None):
-    """Results [B, S, N, H] of tokens that come in `pieces`, what was handed on, and the last state."""
+    """Run chunks of tokens and return results [B, S, N, H], what each layer handed on, and the last state."""
     state, found, aux, start = spec.create(B, S), [], [], 0
     for number, count in enumerate(pieces):
         piece = slice(start, start + count)
@@ -52,7 +52,7 @@ def run(spec: CodedChoosing, q, k, v, pieces, handed_on=None):
 
 
 def coded(x: np.ndarray, bits: int) -> np.ndarray:
-    """A vector as its code says it: the nearest levels, times its root mean square in 16 bits."""
+    """Quantize a vector to the nearest levels times its root mean square in 16 bits."""
     size = sqrt(sum(value * value for value in x) / len(x))
     levels = gaussian_levels(bits)
     nearest = [levels[np.argmin(np.abs(levels - value / size))] for value in x]
@@ -65,7 +65,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def chosen_by_loops(spec: CodedChoosing, q: np.ndarray, index: np.ndarray, t: int) -> list[int]:
-    """Far tokens that the query heads q [G, H] at position t read; index [S, index] as it is coded."""
+    """Return the far tokens that query heads q [G, H] at position t read; index [S, index] is dequantized."""
     far = range(spec.sinks, t - spec.window + 1)
     pages = sorted({j // spec.page for j in far})
     if not pages:
@@ -82,7 +82,7 @@ def chosen_by_loops(spec: CodedChoosing, q: np.ndarray, index: np.ndarray, t: in
 
 @cache
 def by_loops(spec: CodedChoosing) -> np.ndarray:
-    """Results [B, S, N, H] of `tokens()`."""
+    """Compute results [B, S, N, H] of `tokens()`."""
     q, k, v = (x.astype(np.float64) for x in tokens())
     o = np.zeros((B, S, K * G, H))
     for b, head in np.ndindex(B, K):
@@ -115,13 +115,13 @@ def test_queries_read_what_loops_choose(spec, pieces):
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
 @pytest.mark.full
 def test_a_layer_that_follows_reads_what_the_leader_chose(pieces):
-    """One of the same keys gives the leader's results, though its own have no index."""
+    # A follower with the same keys gives the leader's results, though it has no index.
     leader = CodedChoosing(**SHAPE, **CODES, index=8, read=12, leads=True)
     same = CODES | {"key_code": Gaussian(8), "index_code": Gaussian(8), "value_code": Gaussian(8)}
     alone, _, _ = run(CodedChoosing(**SHAPE, **same, index=8, read=12), *tokens(), pieces)
     _, handed_on, _ = run(leader, *tokens(), pieces)
     found, passed, _ = run(CodedChoosing(**SHAPE, **same, index=0, read=12), *tokens(), pieces, handed_on)
-    # Eight bits choose nearly as four do, and answer nearly as whole coordinates.
+    # Eight bits choose nearly the same tokens as four, and answer nearly like unquantized coordinates.
     close = np.isclose(found, alone, atol=0.05 * np.abs(alone).max()).all((2, 3))
     assert close.mean() > 0.9
     for given, on in zip(handed_on, passed, strict=True):
@@ -131,7 +131,7 @@ def test_a_layer_that_follows_reads_what_the_leader_chose(pieces):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.full
 def test_decoding_reads_the_planes_of_chosen_tokens_alone(spec):
-    """Keys and values of the others may be anything, and are none of the bytes said to be read."""
+    # Keys and values of other tokens may be anything, and they do not count as bytes read.
     q, k, v = tokens()
     expected, _, _ = run(spec, q, k, v, [20, 23, 1])
     _, _, state = run(spec, q[:, :-1], k[:, :-1], v[:, :-1], [20, 23])
@@ -169,7 +169,7 @@ def test_zeros_outliers_and_what_is_no_number():
     x[3, 0, 5] = np.nan
     back = np.asarray(code.decode(code.encode(jnp.asarray(x)), 16))
     np.testing.assert_array_equal(back[0], 0)
-    # One coordinate among sixteen is 4 times the root mean square; the highest level is 2.73 of it.
+    # One coordinate among sixteen is 4 times the root mean square; the highest level is 2.73 times as large.
     np.testing.assert_allclose(back[1, 0, 3], 1e30 * gaussian_levels(4)[-1] / 4, rtol=1e-2)
     np.testing.assert_allclose(back[2], 1e-30, rtol=0.15)
     assert np.isnan(back[3]).all()

@@ -1,4 +1,4 @@
-"""Coded caches decode on kernels as they do on XLA; here with plain functions in the kernels' place."""
+"""Decoding from quantized caches on kernels, compared with XLA. Plain functions replace the kernels."""
 
 import logging
 from functools import partial
@@ -53,7 +53,7 @@ SPECS = {
 
 
 def numbers(planes):
-    """What planes say, side by side, float32."""
+    """Dequantize planes to float32 and concatenate them."""
 
     def read(p):
         return FittedIntegers(p.bits).decode((p.levels[..., None, :], p.reach[..., None, None]), p.width)
@@ -62,12 +62,12 @@ def numbers(planes):
 
 
 def in_rows(plane, table):
-    """A plane of rows, out of its pages if there is a table."""
+    """Return a plane in rows, read through the page table if there is one."""
     return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
 
 
 def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None):
-    """`coded_parts` of one part, from the docstring of `coded_attention`."""
+    """Compute `coded_parts` as one part, from the docstring of `coded_attention`."""
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])
@@ -82,7 +82,7 @@ def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=N
 
 
 def plain_scores(q, index, begin, end, *, scale, block_table=None):
-    """`index_scores`, from its docstring, but that queries are not rounded."""
+    """Compute `index_scores` from its docstring, without rounding queries."""
     index = in_rows(index, block_table)
     k, j = numbers([index]), jnp.arange(index.reach.shape[2])
     counts = ((j >= begin[:, None]) & (j < end[:, None]))[:, None, None]
@@ -96,7 +96,7 @@ def plain_scores(q, index, begin, end, *, scale, block_table=None):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Plain functions in the kernels' place; decode alone, for pieces of prompts have none."""
+    """Replace the kernels by plain functions for decoding only; prompt chunks use none."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None if q.ndim == 4 and q.shape[1] == 1 else "no")
     monkeypatch.setattr(stored, "coded_parts", plain_parts)
     monkeypatch.setattr(stored, "index_scores", plain_scores)
@@ -115,7 +115,7 @@ def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None
 
 
 def turned_later(k, positions):
-    """Keys that rotary embedding and a basis are to turn yet."""
+    """Return keys before rotary embedding and basis rotation."""
     rng, frequencies = np.random.default_rng(9), 1e4 ** -(np.arange(H // 2) / (H // 2))
     basis = [np.linalg.qr(rng.normal(size=(K, H, H)))[0] for _ in range(2)]
     shift = rng.normal(size=(K, H))
@@ -123,9 +123,11 @@ def turned_later(k, positions):
 
 
 def run(spec, implementation, seed=0, table=None, unturned=False):
-    """A ragged prompt on XLA, then tokens on `implementation`: results [STEPS, B, N, H], and what goes on.
+    """Read a ragged prompt on XLA, then decode tokens on `implementation`.
 
-    unturned: of the tokens come queries and keys before they are turned.
+    Returns results [STEPS, B, N, H] and what each step hands on.
+
+    unturned: queries and keys of the decoded tokens come before the rotation.
     """
     rng, T = np.random.default_rng(seed), max(PROMPT)
 
@@ -191,7 +193,7 @@ def test_a_token_that_one_kernel_turns_codes_and_puts_on_the_device(caplog, name
 
 
 def check(spec, caplog, unturned=False, in_pages=False):
-    """No head of a row differs by more than bfloat16 does."""
+    """Assert that kernels ran and that heads differ from XLA by no more than bfloat16 rounding."""
     attention._log_choice.cache_clear()
     held, table = spec, None
     if in_pages:
@@ -206,9 +208,9 @@ def check(spec, caplog, unturned=False, in_pages=False):
     assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
     expected, _ = run(spec, "xla", unturned=unturned)
     error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-    # Of every head and row: a choice between tokens as good as equal may fall otherwise at a few steps.
+    # The median over steps counts, because a choice between nearly equal tokens may differ at a few steps.
     few = isinstance(spec, CodedChoosing) and spec.read < S
-    # XLA rounds what the rotary embedding gives to 16 bits, and scores are as far apart as 10.
+    # XLA rounds the rotary embedding's result to 16 bits, and scores differ by as much as 10.
     assert (np.median(error, axis=0) if few else error).max() < (0.08 if unturned else 0.02)
 
 

@@ -1,4 +1,4 @@
-"""Plans of coded methods: the bytes of a token in closed form, and settings that are refused."""
+"""Plans of quantizing methods: bytes per token in closed form, and refused settings."""
 
 from dataclasses import replace
 
@@ -18,7 +18,10 @@ def plan_of(name: str, settings: dict, qk: int, v: int) -> CompressionPlan:
 
 
 def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[int, int]) -> float:
-    """Bits of a token of GEAR; outliers: on each side, of a channel of keys and of a token of values."""
+    """Return the bits per token of GEAR.
+
+    outliers: on each side, per channel of keys and per token of values.
+    """
     integers = (qk + v) * bits + 32 * qk / group + 32
     low_rank = 16 * rank * (2 * group + qk + v) / group
     return integers + low_rank + (16 + 8) * 2 * (outliers[0] * qk / group + outliers[1])

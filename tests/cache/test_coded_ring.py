@@ -1,4 +1,4 @@
-"""Near tokens in eight bits, against attention in float64 to what loops round."""
+"""Near tokens in eight bits, compared with float64 attention to values rounded in loops."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -22,7 +22,7 @@ def tokens(heads: int, seed: int) -> np.ndarray:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Integers -127 … 127 times a scale of 16 bits, vector by vector."""
+    """Round each vector to integers -127 … 127 times a scale of 16 bits."""
     scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(ml_dtypes.bfloat16).astype(np.float64)
     return np.clip(np.round(x / scale), -127, 127) * scale
 
@@ -54,7 +54,7 @@ def test_attends_to_rounded_tokens(pieces):
 
 
 def test_bytes():
-    """A byte a coordinate and two a scale, of keys and of values; slots of sinks come in eights."""
+    # One byte per coordinate and two per scale, of keys and values; slots of sinks come in eights.
     assert RING.bytes(S, B) == B * K * (WINDOW + 8) * 2 * (H + 2)
 
 

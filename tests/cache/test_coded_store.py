@@ -1,4 +1,4 @@
-"""The store of codes against brute force: far tokens are read through codes, and no others."""
+"""Store of quantized tokens against brute force: only far tokens are quantized."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ K, G, H, SINKS, SCALE = 2, 3, 16, 2, 0.3
 
 
 def store(block: int, window: int) -> CodedStore:
-    """Two bits, so that what is coded differs from what is not."""
+    """Return a store with two bits, so that quantized tokens differ clearly."""
     return CodedStore(
         num_kv_heads=K,
         head_dim=H,
@@ -32,7 +32,7 @@ def store(block: int, window: int) -> CodedStore:
 
 
 def through(code: ChannelIntegers | TokenIntegers, x: np.ndarray) -> np.ndarray:
-    """Vectors [T, K, H] as a code gives them back, a block at a time; an unfinished one is NaN."""
+    """Quantize and dequantize vectors [T, K, H] block by block; an unfinished block is NaN."""
     out, block = np.full(x.shape, np.nan), code.block
     for first in range(0, len(x) - block + 1, block):
         rows = jnp.asarray(x[first : first + block]).swapaxes(0, 1)
@@ -41,7 +41,7 @@ def through(code: ChannelIntegers | TokenIntegers, x: np.ndarray) -> np.ndarray:
 
 
 def brute_force(spec: CodedStore, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention of all queries [T, N, H], a score at a time."""
+    """Compute the attention of all queries [T, N, H], one score at a time."""
     far_k, far_v = through(spec.key_code, k), through(spec.value_code, v)
     out = np.zeros(q.shape)
     for t, n in np.ndindex(q.shape[:2]):

@@ -1,4 +1,4 @@
-"""Levels in bytes, and the codes without blocks: float8 and int8."""
+"""Levels packed in bytes, and the codes without blocks: float8 and int8."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from zdc_jax.cache.residual_codes import Gear
 
 SEEDS = st.integers(0, 2**32 - 1)
 EXPONENTS = st.integers(-45, 36)
-"""Of ten: from below the least float32 to the largest that codes take."""
+"""Exponents of ten, from below the least float32 to the largest size that codes support."""
 SHAPE = (2, 3, 1, 48)
 
 
 def vectors(seed: int, exponent: int) -> np.ndarray:
-    """Gaussian vectors float32, one of them of zeros, one with an outlier."""
+    """Return Gaussian float32 vectors, one of zeros and one with an outlier."""
     x = np.random.default_rng(seed).normal(size=SHAPE)
     x[0, 0], x[1, 2, :, 5] = 0, 60
     return (x * 10.0 ** (exponent - 2)).astype(np.float32)
@@ -78,7 +78,7 @@ def test_int8_errs_by_half_a_step(seed, exponent):
     assert scale.dtype.itemsize == 2
     step = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / 127
     error = np.abs(np.asarray(Int8().decode(coded, 48), np.float64) - x)
-    # The scale is rounded to 8 bits; what is below the least normal number may be taken for zero.
+    # The scale is rounded to 8 bits, and values below the least normal number may become zero.
     assert (error <= step / 2 * (1 + 2**-7) + 127 * np.finfo(np.float32).tiny).all()
 
 
@@ -106,7 +106,7 @@ def shapes(tree: object) -> list[tuple[tuple[int, ...], str]]:
     "code", [*SINGLE, ChannelIntegers(2, 8), Gear(2, 8, rank=2, outliers=0.1, by_channel=True)]
 )
 def test_empty_blocks_are_as_coded_ones(code):
-    """They come from one block's shapes; the arrays are those of all blocks at once."""
+    # Shapes of all blocks follow from one block.
     coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct((2, 3, code.block, 48), "bfloat16"))
     assert shapes(empty_blocks(code, (2, 3), 48, "bfloat16")) == shapes(coded)
 

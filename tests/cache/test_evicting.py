@@ -1,4 +1,4 @@
-"""Caches that evict against float64, token by token; and what plans may ask of them."""
+"""Caches that evict, compared with float64 token by token, and plans for them."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ def plan_of(method: str, settings: dict, sinks: int = 0, window: int = 0) -> Com
 
 
 class Case:
-    """A method, and rows of random q, k, v that are read as asked."""
+    """A method, and random q, k, v of sequences, read on demand."""
 
     def __init__(self, name: str):
         method, settings, sizes, self.score = CASES[name]
@@ -65,7 +65,7 @@ class Case:
         return truth.attend(*x, CALL.scale, self.sizes, self.score, prompt)
 
     def run(self, state, held: list[int], ends: list[int], T: int):
-        """Rows go on to `ends`, T tokens a call: o by row, and the state."""
+        """Extend sequences to `ends`, T tokens a call, and return o of each sequence and the state."""
         found = [[] for _ in range(B)]
         held, last = np.array(held), np.array(ends)
         while (held < last).any():
@@ -80,7 +80,7 @@ class Case:
         return [np.concatenate(row) for row in found], state
 
     def assert_far(self, state, expected: list, row: int) -> None:
-        """The very tokens that are to be kept, in their order."""
+        """Assert that the far slots hold exactly the expected tokens, in order."""
         for head, tokens in enumerate(expected):
             at = min(head, state.positions.shape[1] - 1)
             held = np.asarray(state.positions[row, at])
@@ -110,7 +110,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.matrix
 def test_pieces_and_then_tokens(name):
-    """Rows of different lengths; 38 to 72 tokens are far in the end, for 16 slots."""
+    # Sequences have different lengths. In the end, 38 to 72 tokens are far, for 16 slots.
     case = Case(name)
     first, state = case.run(case.spec.create(B, CAPACITY), [0, 0], [45, 27], 3 * BLOCK)
     second, state = case.run(state, [45, 27], [72, 57], 1)
@@ -123,7 +123,7 @@ def test_pieces_and_then_tokens(name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.matrix("h2o", "snapkv of kvpress")
 def test_an_exact_prompt_and_then_tokens(name):
-    """One prompt ends within a block, among those that are observed; the other where one does."""
+    # One prompt ends within a block, among observed tokens; the other ends with a block.
     case, T, prompts, ends = Case(name), 40, [38, 24], [64, 48]
     x = (x[:, :T] for x in (case.q, case.k, case.v))
     state = _keep(case.spec, *x, np.tile(np.arange(T), (B, 1)), np.array(prompts))
@@ -137,7 +137,7 @@ def test_an_exact_prompt_and_then_tokens(name):
 
 
 def test_far_tokens_are_as_many_as_there_are_slots():
-    """And until then all that left the window, none of the sinks."""
+    # Until the slots are full, they hold all tokens that left the window, except sinks.
     case = Case("h2o")
     _, state = case.run(case.spec.create(B, CAPACITY), [0, 0], [32, 88], 3 * BLOCK)
     few, many = np.asarray(state.positions)
@@ -158,7 +158,7 @@ def test_of_equals_the_later_stay():
 
 
 def test_a_cache_does_not_grow_with_the_context():
-    """Sinks, window, block and slots at two bytes a coordinate, scores and positions at four."""
+    # Sinks, window, block and slots take two bytes per coordinate, scores and positions four.
     spec = replace(Case("h2o").spec, dtype="bfloat16")
     near, recent = 3 + 12 + BLOCK, 12 + BLOCK
     expected = K * (near * 2 * H * 2 + recent * 4 + KEPT * ((8 + 4) * 2 + 8))
@@ -170,7 +170,7 @@ def test_a_cache_does_not_grow_with_the_context():
 
 
 def test_capacity_below_all_sizes():
-    """No token is far, so that attention is exact."""
+    # No token is far, so attention is exact.
     case = Case("snapkv")
     spec = replace(case.spec, block=64, window=96)
     positions, end = np.tile(np.arange(24), (B, 1)), np.array([24, 20])

@@ -1,4 +1,4 @@
-"""The code of `coded` against plain loops in float64, and against what even levels of one step err."""
+"""Quantizer of `coded`, compared with plain loops in float64 and with even levels of one scale."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,19 +11,19 @@ from zdc_jax.cache.fitted_integers import FittedIntegers
 
 BITS = (2, 3, 4, 5, 6, 8)
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
-"""Of the codes 0 to 254."""
+"""The scales of codes 0 to 254."""
 ONE_STEP = {2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495}
-"""Mean square error of a unit Gaussian in even levels of the best step (Max 1960, table II)."""
+"""Mean square error of a unit Gaussian with even levels of the best scale (Max 1960, table II)."""
 
 
 def rounded(x: np.ndarray, reach: float, bits: int) -> np.ndarray:
-    """Each coordinate at the nearest of 2^bits levels, evenly from -reach to reach."""
+    """Round each coordinate to the nearest of 2^bits levels, evenly spaced from -reach to reach."""
     levels = reach * (2 * np.arange(2**bits) + 1 - 2**bits) / 2**bits
     return np.array([levels[np.argmin(np.abs(levels - value))] for value in x])
 
 
 def fitted(x: np.ndarray, bits: int) -> np.ndarray:
-    """The best of the reaches that are tried."""
+    """Return the vector rounded with the best of the scales that are tried."""
     largest = np.abs(x).max().astype(np.float32).view(np.int32)
     tried = [rounded(x, REACHES[code], bits) for code in reaches_tried(largest, bits, len(x))]
     return min(tried, key=lambda found: ((found - x) ** 2).sum())
@@ -37,7 +37,7 @@ def there_and_back(x: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize(("bits", "C"), [(2, 48), (3, 64), (4, 80), (5, 24), (6, 16), (8, 16)])
 @pytest.mark.matrix
 def test_vectors_err_as_in_loops(bits, C):
-    """Of two reaches that err alike either may be taken, so errors are compared, not levels."""
+    # If two scales have equal errors, either may be chosen, so errors are compared, not levels.
     x = np.random.default_rng(bits).standard_t(df=5, size=(60, 1, C)).astype(np.float32) * 3.1
     levels, reach = encode(FittedIntegers(bits), jnp.asarray(x))
     assert levels.nbytes * 8 == x.size * bits
@@ -50,7 +50,7 @@ def test_vectors_err_as_in_loops(bits, C):
 @pytest.mark.parametrize("bits", ONE_STEP)
 @pytest.mark.matrix
 def test_a_step_of_its_own_pays(bits):
-    """Least at many bits and few coordinates, and never more than one step for all errs."""
+    # The gain is least for many bits and few coordinates, and one scale for all is never better.
     rng, error = np.random.default_rng(7), {}
     for C in (16, 64, 512):
         x = rng.normal(size=(2000, 1, C)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_a_step_of_its_own_pays(bits):
 @pytest.mark.parametrize("C", [32, 128])
 @pytest.mark.matrix
 def test_more_reaches_would_not_pay(bits, C):
-    """Gaussian vectors and such of a heavy tail, beside all reaches from 9 below the widest to 3 above."""
+    # Gaussian and heavy-tailed vectors, compared with all scales from 9 below the widest to 3 above it.
     rng = np.random.default_rng(C)
     x = np.concatenate([rng.normal(size=(200, C)), rng.standard_t(df=4, size=(200, C))]).astype(np.float32)
     error = ((there_and_back(x[:, None], bits)[:, 0] - x) ** 2).sum(-1)
@@ -80,7 +80,7 @@ def test_more_reaches_would_not_pay(bits, C):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_are_what_integers_score(bits):
-    """q · x is reach/2^bits times an integer product: the sum of (2l + 1 - 2^bits) q."""
+    # q · x is scale/2^bits times an integer product, the sum of (2l + 1 - 2^bits) q.
     levels = np.random.default_rng(bits).integers(0, 2**bits, 32)
     packed = pack(jnp.asarray(levels, jnp.uint8), bits)[None, None]
     back = FittedIntegers(bits).decode((packed, jnp.full((1, 1, 1), 128, jnp.uint8)), 32)

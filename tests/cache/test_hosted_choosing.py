@@ -1,4 +1,4 @@
-"""Tokens on the host answer bit for bit as tokens on the device do, and lie where they are said to."""
+"""Tokens in host memory: the same bits as tokens on the device, and stored where the spec says."""
 
 import re
 from dataclasses import replace
@@ -41,7 +41,7 @@ def attend(spec, state, q, k, v, positions, end, aux):
 
 
 def run(spec, schedule, aux=None):
-    """Results of what comes row by row, and the last state."""
+    """Run a schedule of new tokens by sequence and return the results and the last state."""
     rng = np.random.default_rng(0)
     heads = (K * G, K, K)
     state, lengths, found = spec.create(B, S), np.zeros(B, int), []
@@ -85,7 +85,7 @@ def test_equals_the_device(shape, schedule):
 @pytest.mark.parametrize("unrolled", [B, 1])
 @pytest.mark.parametrize("T", [1, 6])
 def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
-    """Rows that begin and end anywhere, one with padding past the last slot; one by one and in a loop."""
+    # Sequences begin and end anywhere, one with padding past the last slot; unrolled and in a loop.
     monkeypatch.setattr(hosted_choosing, "UNROLLED", unrolled)
     rng = np.random.default_rng(2)
     rows = rng.integers(0, 256, (B, S + 1, K, 2), np.uint8)
@@ -103,7 +103,7 @@ def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
 
 
 def test_a_decoded_token_copies_no_store():
-    """Reading before writing would make XLA keep the store twice, were there no barrier."""
+    # Without a barrier, XLA would keep the store twice in order to read before writing.
     spec = HostedChoosing(**GIVEN, index=8)
     state, at = spec.create(1, S), jnp.full((1, 1), 20)
     heads = [jnp.ones((1, 1, n, H)) for n in (K * G, K, K)]
@@ -116,7 +116,7 @@ def test_a_decoded_token_copies_no_store():
 def test_bytes_on_the_host():
     spec, on_device = (kind(**GIVEN, index=8) for kind in (HostedChoosing, CodedChoosing))
     store = spec.create(B, S).far.k
-    # 16 coordinates of 3 bits, 16 of 2, and two scales; one slot for what is dropped.
+    # 16 coordinates of 3 bits, 16 of 2, and two scales; one slot for dropped tokens.
     assert store.nbytes == spec.host_bytes(S, B) == B * (128 + 1) * K * (6 + 1 + 4 + 1)
     assert spec.bytes(S, B) == on_device.bytes(S, B) + B * K * 12
     assert spec.bytes_read(S) == on_device.bytes_read(S)
@@ -138,7 +138,7 @@ def test_what_must_fit(monkeypatch):
 
 
 def test_only_what_is_asked_for_is_fetched():
-    """The gather is the host's: the program sends the device no more than its rows."""
+    # The host gathers, and the program sends only the chosen rows to the device.
     store = hosted_choosing._host_zeros((2, 1000, K, 12))
     slots = jnp.zeros((2, K, 5), jnp.int32)
     program = jax.jit(fetched).trace(store, slots).lower(lowering_platforms=("cuda",)).as_text()
@@ -172,7 +172,7 @@ def test_settings_that_cannot_be():
 
 
 def models(tiny: TinyModel) -> list[zdc_jax.LanguageModel]:
-    """One with its tokens on the device, one with them on the host."""
+    """Return two models, with tokens on the device and on the host."""
     H = tiny.config.head_dim
     plan = CompressionPlan.uniform(tiny.config, qk=H, v=H, window=8, sinks=2)
     settings = [Settings(index=8, read=12, memory=memory) for memory in ("device", "host")]
@@ -181,7 +181,7 @@ def models(tiny: TinyModel) -> list[zdc_jax.LanguageModel]:
 
 @pytest.mark.full
 def test_the_same_tokens_are_generated(tiny_llama: TinyModel):
-    """Prompts of unequal lengths, decoded in one loop on the device."""
+    # Prompts have unequal lengths and decode in one loop on the device.
     prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (40, 23)]
     made = [zdc_jax.generate(model, prompts, max_new_tokens=12) for model in models(tiny_llama)]
     ours, theirs = ([one.tokens for one in each.completions] for each in made)
@@ -190,7 +190,7 @@ def test_the_same_tokens_are_generated(tiny_llama: TinyModel):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tiny_llama: TinyModel):
-    """Also answers to questions, each on a copy of a row of the cache."""
+    # Questions are answered too, each on a copy of a row of the cache.
     for case in CASES:
         test_equals_the_device(*case)
     test_the_same_tokens_are_generated(tiny_llama)

@@ -1,4 +1,4 @@
-"""KIVI's codes against the paper in plain loops, in float64, and against what their steps allow."""
+"""KIVI's quantizers, compared with the paper in float64 loops and with the errors that their scales allow."""
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,22 @@ from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers, dequanti
 
 BLOCK, C = 16, 48
 MORE = {2: 1.02, 3: 1.02, 4: 1.02, 8: 1.1}
-"""Scales and zeros of 16 bits cost this much error more than the paper's, which are exact here."""
+"""Error relative to the paper's, whose scales and zeros are exact here instead of 16 bits."""
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """A vector by the formulas of KIVI's section 3: round((x - min) / scale) · scale + min."""
+    """Round a vector by the formulas of KIVI's section 3: round((x - min) / scale) · scale + min."""
     least, scale = x.min(), (x.max() - x.min()) / (2**bits - 1)
     return np.round((x - least) / scale) * scale + least if scale else x
 
 
 def kivi_keys(x: np.ndarray, bits: int) -> np.ndarray:
-    """Keys [block, C], a channel at a time."""
+    """Round keys [block, C], one channel at a time."""
     return np.stack([rounded(x[:, channel], bits) for channel in range(x.shape[1])], axis=1)
 
 
 def kivi_values(x: np.ndarray, bits: int, group: int) -> np.ndarray:
-    """Values [block, C], a token and group of channels at a time."""
+    """Round values [block, C], one token and group of channels at a time."""
     out = np.empty_like(x)
     for token in range(x.shape[0]):
         for first in range(0, x.shape[1], group):
@@ -36,7 +36,7 @@ def kivi_values(x: np.ndarray, bits: int, group: int) -> np.ndarray:
 
 
 def blocks(seed: int = 0, tokens: int = BLOCK) -> np.ndarray:
-    """Blocks [3, 2, tokens, C] of tokens and channels of many sizes, some channels far from zero."""
+    """Return blocks [3, 2, tokens, C] whose tokens and channels vary in size, some channels far from zero."""
     rng = np.random.default_rng(seed)
     sizes = np.exp(rng.normal(size=(tokens, 1))) * np.exp(rng.normal(size=C))
     return (rng.normal(size=(3, 2, tokens, C)) * sizes + 5 * (np.arange(C) % 7 == 0)).astype(np.float32)
@@ -80,10 +80,10 @@ def test_no_coordinate_errs_by_more_than_half_a_step(seed, bits, exponent, offse
     assert levels.max() < 2**bits
     assert scale.dtype.itemsize == zero.dtype.itemsize == 2
     wide, least = np.asarray(scale, np.float64), x.min(axis, keepdims=True)
-    tiny = 2**bits * np.finfo(np.float32).tiny  # Steps below the least normal number may be taken for zero.
+    tiny = 2**bits * np.finfo(np.float32).tiny  # Scales below the least normal number may become zero.
     error = np.abs(np.asarray(dequantise(levels, scale, zero), np.float64) - x)
     assert (error <= wide / 2 + 2**-22 * np.abs(x) + tiny).all()
-    # The step is that of the paper, but for the roundings of the zero, down, and of itself, up.
+    # The scale is the paper's, except that the zero is rounded down and the scale itself up.
     widest = x.max(axis, keepdims=True).astype(np.float64) - least + 2**-7 * np.abs(least)
     assert (wide * (2**bits - 1) <= widest * (1 + 2**-7) + tiny).all()
 
@@ -96,7 +96,7 @@ def test_vectors_of_one_value_keep_it(value):
 
 
 def test_others_stretch_no_step():
-    """Coordinates that are not to be read take the nearest level."""
+    # Coordinates that are not read get the nearest level.
     x = jnp.asarray([[1.0, 2.0, 1e6, 4.0, -1e6]])
     levels, scale, _ = quantise(x, 2, -1, jnp.asarray([[True, True, False, True, False]]))
     assert list(levels[0]) == [0, 1, 3, 3, 0]

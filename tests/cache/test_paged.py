@@ -1,4 +1,4 @@
-"""Tokens in pages, read by kernels where these can: the same numbers as rows give."""
+"""Tokens in pages, read by kernels where supported: equal to tokens in rows."""
 
 import logging
 from dataclasses import replace
@@ -47,13 +47,13 @@ KINDS = {
     "coded": {"coded decode", "far prompt", "dequantising", "coding"},
     "chosen": {"choice", "attention to chosen tokens", "coding"},
 }
-"""Calls that kernels are to serve, beside `prefill` and `decode` of near tokens."""
+"""Calls that kernels must serve, besides `prefill` and `decode` of near tokens."""
 
 
 def run(
     spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None, singles: int
 ) -> list[np.ndarray]:
-    """Outputs of prompts of 3 pieces, 2 and 1, and of tokens decoded behind them, [rows, T, N, ·] each."""
+    """Return outputs [rows, T, N, ·] of prompts of 3, 2 and 1 chunks, and of tokens decoded after them."""
     rng, (qk, vo) = np.random.default_rng(0), widths
     wide = {"q": (K * G, qk), "k": (K, qk), "v": (K, vo)}
     steps = [PIECE] * 4 + [1] * singles
@@ -75,7 +75,10 @@ def _step(spec, state, q, k, v, positions, end, table):
 
 
 def check(spec: LayerCacheSpec, singles: int = 12, *, before: int = 0) -> None:
-    """before: pages of the pool that lie before those of the rows."""
+    """Assert that pages equal rows.
+
+    before: pages of the pool that precede those of the rows.
+    """
     pages = CAPACITY // PAGE
     table = before + np.random.default_rng(1).permutation(POOL)[: B * pages].reshape(B, pages)
     paged, widths = Paged.of(spec, page=PAGE, pages=before + POOL), (spec.R, spec.Z)
@@ -106,14 +109,15 @@ def test_kernels_read_pages(name, caplog):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["coded", "chosen"])
 def test_kernels_read_no_further_than_codes_were_read(name):
-    jnp.full(2**28, jnp.nan).delete()  # What an array that is not written may hold.
+    jnp.full(2**28, jnp.nan).delete()  # Contents that an unwritten array may have.
     check(SPECS[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dense", "coded", "chosen"])
 def test_kernels_read_pages_behind_four_gigabytes(name):
-    """Between two and four XLA codes (`kernels_pallas.encode`), which may round otherwise."""
+    # Between two and four gigabytes, XLA quantizes instead (`kernels_pallas.encode`) and may round
+    # differently.
     bytes_of_a_page = K * PAGE * (2 * H if name == "dense" else H // 2)
     check(SPECS[name], before=2**32 // bytes_of_a_page)
 
@@ -121,7 +125,7 @@ def test_kernels_read_pages_behind_four_gigabytes(name):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.matrix
 def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
-    """From anywhere to anywhere, with padding past the end; nothing else of the pool changes."""
+    # Chunks begin and end anywhere, with padding past the end. Nothing else in the pool changes.
     rng = np.random.default_rng(seed)
     slots, n, T = 8, 5, int(rng.choice([2, 8, 13, 40]))
     start = rng.integers(0, slots * n, B)
@@ -140,7 +144,7 @@ def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
 @pytest.mark.parametrize("name", ["dense", "ranks", "ring"])
 @pytest.mark.matrix
 def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
-    """With a stand-in for the kernel, which sees what lies in pages, of all tokens alike."""
+    # A stand-in replaces the kernel. It sees the contents of pages and treats all tokens alike.
     spec, leading = SPECS[name], []
 
     def prefill(q, k, v, *, scale, starts, block_table, **_):
@@ -157,7 +161,7 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
 
 
 def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window):
-    """A stand-in for the kernel: it reads whole blocks, as far as its last query sees, and nothing behind."""
+    """Attend like the kernel: read whole blocks as far as the last query sees, and nothing after them."""
     assert keys == "far"
     assert lengths is None
     seen = starts + q.shape[1] - window
@@ -224,7 +228,7 @@ def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
 @pytest.mark.parametrize("name", ["coded", "chosen"])
 @pytest.mark.matrix
 def test_codes_are_put_into_pages_without_a_kernel(name, T):
-    """As where a pool is too large for the one that codes."""
+    # XLA also does this where a pool is too large for the kernel.
     spec, rng = SPECS[name], np.random.default_rng(T)
     places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)
     table, start = jnp.asarray(places, jnp.int32), np.array([0, 120, CAPACITY - 30])

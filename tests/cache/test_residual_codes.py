@@ -1,4 +1,4 @@
-"""GEAR's code against the paper in plain loops, in float64, and its low rank against singular values."""
+"""GEAR's quantizer, compared with the paper in float64 loops, and its low rank with singular values."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ TOKENS = 16
 
 
 def by_the_paper(vectors: np.ndarray, bits: int, rank: int, each: int) -> np.ndarray:
-    """One head's vectors [n, m]: `each` outliers on a side, integers, singular vectors of what they leave."""
+    """Encode one head's vectors [n, m] by the paper.
+
+    The result has `each` outliers per side, integers, and singular vectors of the rest.
+    """
     outlier, integers = np.zeros(vectors.shape, bool), np.empty_like(vectors)
     for row, vector in enumerate(vectors):
         ascending = np.argsort(vector)
@@ -28,7 +31,7 @@ def by_the_paper(vectors: np.ndarray, bits: int, rank: int, each: int) -> np.nda
 
 
 def blocks(C: int, seed: int = 0) -> np.ndarray:
-    """Blocks [2, 3, TOKENS, C], channels of many sizes, with a pattern of rank one and a few outliers."""
+    """Return blocks [2, 3, TOKENS, C]: channels of many sizes, a pattern of rank one and a few outliers."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 3, TOKENS, C)) * np.exp(rng.normal(size=C)) + rng.normal(size=(TOKENS, 1))
     return np.where(rng.random(x.shape) < 0.02, 20 * x, x).astype(np.float32)
@@ -54,12 +57,12 @@ def test_blocks_are_those_of_the_paper(C, bits, rank, each, by_channel):
     )
     decoded = decode(code, encode(code, jnp.asarray(x)), C)
     assert relative_error(decoded, x) <= 1.05 * relative_error(paper, x)
-    # Roundings to the other side of a level differ from the paper's, but no worse on the whole.
+    # Values rounded to the other side of a level differ from the paper's, but are no worse in total.
     assert relative_error(decoded, x) >= 0.9 * relative_error(paper, x)
 
 
 def test_outliers_cost_others_nothing():
-    """The coordinates beside a huge one are as near as if it were not there."""
+    # Other coordinates are as exact as without the huge one.
     x = np.random.default_rng(3).normal(size=(1, TOKENS, 32)).astype(np.float32)
     code = Gear(4, TOKENS, 0, 2 / TOKENS, by_channel=True)
     plain = np.asarray(decode(code, encode(code, jnp.asarray(x)), 32))
@@ -87,9 +90,9 @@ def test_low_rank_is_nearly_the_best(rank):
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-45, 36), kind=st.integers(0, 3))
-@example(seed=469, exponent=-1, kind=2)  # What is left after one column is next to nothing, but not zero.
+@example(seed=469, exponent=-1, kind=2)  # After one column, the remainder is tiny but not zero.
 def test_low_rank_never_makes_it_worse(seed, exponent, kind):
-    """Of noise, zeros, one row, and what has a lower rank than is asked for, of any size."""
+    # Inputs are noise, zeros, one row, and a matrix of lower rank than requested, of any size.
     x = np.random.default_rng(seed).normal(size=(2, 8, 24)) * 10.0 ** (exponent - 1)
     x = (x, 0 * x, x * (np.arange(8) == 3)[:, None], x[:, :1] * np.arange(8)[:, None] / 8)[kind]
     x = x.astype(np.float32)

@@ -40,7 +40,7 @@ def piped(monkeypatch, text: str) -> None:
 
 
 def talk(model: str, messages: list[str], **options) -> list[str]:
-    """The replies by the library."""
+    """Return the library's replies."""
     conversation = zdc_jax.chat(zdc_jax.load(model), max_new_tokens=6, **options)
     return [conversation.say(message) for message in messages]
 
@@ -52,7 +52,7 @@ def test_lines_are_messages_and_replies_are_printed(model, capsys, monkeypatch):
     first, second = talk(model, ["w3 w4", "w8"], system="w9")
     assert out == f"{first}\n{second}\n{first}\n"
     costs = [
-        re.match(r"\[(\d+) tokens kept, (\d+) read in .* KV cache [\d,]+ bytes", line)
+        re.match(r"\[(\d+) tokens reused, (\d+) prefilled in .* KV cache [\d,]+ bytes", line)
         for line in err.splitlines()
     ]
     kept, read = zip(*(map(int, cost.groups()) for cost in costs), strict=True)
@@ -66,17 +66,17 @@ def test_commands_are_no_messages(model, capsys, monkeypatch):
     assert main(["chat", model, *FEW]) == 0
     out, err = capsys.readouterr()
     assert out == "".join(f"{reply}\n" for reply in talk(model, ["w3 w4"]))
-    assert err.startswith("/nw is no command; /new starts over, /quit ends\n")
+    assert err.startswith("/nw: unknown command; /new starts a new conversation, /quit exits\n")
 
 
 def test_without_standard_input_there_is_no_chat(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["chat", model]) == 2
-    assert capsys.readouterr().err == "error: standard input is closed; messages come from there\n"
+    assert capsys.readouterr().err == "error: standard input is closed; `zdc chat` reads messages from it\n"
 
 
 def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
-    """Also a stop string."""
+    # The command accepts a stop string too.
     piped(monkeypatch, "w3")
     sampling = zdc_jax.Sampling(2.0, top_k=50, top_p=0.99, seed=3)
     flags = ["--temperature", "2", "--top-k", "50", "--top-p", "0.99", "--seed", "3"]
@@ -89,12 +89,12 @@ def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     assert main(["chat", model, *flags, *FEW, "--stop", stop]) == 0
     assert capsys.readouterr().out == drawn[: drawn.index(stop)] + "\n"
     assert main(["chat", model, "--qk", "4", *FEW]) == 2
-    assert "qk=4" in capsys.readouterr().err
+    assert "--qk 4" in capsys.readouterr().err
 
 
 @pytest.mark.full
 def test_through_real_pipes(model):
-    """A process of its own: what it prints is the replies alone, and the end of its input ends it."""
+    # A separate process prints only the replies, and exits at the end of its input.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, "-m", "convert.cli.main", "chat", model, *FEW],
@@ -111,7 +111,7 @@ def test_through_real_pipes(model):
 
 
 class Keyboard(io.StringIO):
-    """Somebody who types."""
+    """A terminal with a user who types."""
 
     def isatty(self) -> bool:
         return True
@@ -134,7 +134,7 @@ def test_somebody_who_types_goes_on_after_errors_and_interrupts(model, capsys, m
     assert out.startswith(f"> {interrupted[0]}\n> > ")
     error, cost = err.splitlines()
     assert error.startswith("error: the conversation has ")
-    assert re.match(r"\[0 tokens kept, \d+ read", cost)
+    assert re.match(r"\[0 tokens reused, \d+ prefilled", cost)
 
 
 def test_a_pipe_stops_at_the_first_error(model, capsys, monkeypatch):
@@ -168,9 +168,9 @@ def test_each_prompt_is_a_message(model, capsys):
     ("arguments", "named"),
     [
         (["generate", "{}", "w3", "--system", "w9"], "add --chat"),
-        (["generate", "{}", "w3", "--chat", "--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["chat", "{}", "--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["chat", "{}", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "{}", "w3", "--chat", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["chat", "{}", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["chat", "{}", "--temperature", "-1"], "--temperature -1"),
         (["chat", "nowhere"], "nowhere does not exist"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A reply on a kept cache is what `generate` gives for all tokens anew, and only new tokens are read."""
+"""Replies on a kept cache: equal to `generate` on all tokens, while only new tokens are prefilled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ PLANS: dict[str, tuple[ModelConfig, Callable[[ModelConfig], CompressionPlan]]] =
 
 
 def chatty(config: ModelConfig, plan: CompressionPlan, template: str = CHATML) -> LanguageModel:
-    """A tiny model that says no special token, for its embeddings, which are its head, hardly have them."""
+    """Return a tiny model that generates no special tokens, since their tied embeddings are tiny."""
     tiny = TinyModel(config)
     tokens = np.array(tiny.embeddings["tokens"])
     tokens[:3] *= 1e-3
@@ -69,7 +69,7 @@ def plain() -> LanguageModel:
 
 @dataclass
 class Read:
-    """What each turn's prefill was given: tokens of the chat, how many were held, widths of its pieces."""
+    """Prefill inputs of each turn: tokens of the chat, number already in the cache, widths of chunks."""
 
     prompts: list[list[int]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
@@ -98,12 +98,12 @@ def read(monkeypatch) -> Read:
 
 
 def anew(model: LanguageModel, prompt: list[int], count: int, **options) -> tuple[int, ...]:
-    """Tokens of a reply to a prompt that is read whole."""
+    """Generate a reply to a prompt that is prefilled whole."""
     return generate(model, [prompt], count, **options).completions[0].tokens
 
 
 def without_a_cache(model: LanguageModel, prompt: list[int], reply: tuple[int, ...]) -> tuple[int, ...]:
-    """The likeliest token at each place of a reply, by one forward pass over all tokens."""
+    """Return the likeliest token at each place of a reply, by one forward pass over all tokens."""
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, : len(prompt) + len(reply)] = [*prompt, *reply]
     logits = _whole(model.network, tokens)[0, len(prompt) - 1 :][: len(reply)]
@@ -116,7 +116,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=30, seed=5)], ids=["greedy", "drawn"])
 @pytest.mark.matrix
 def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
-    """Over turns that together are far longer than the window; replies end at their limit."""
+    # All turns together are far longer than the window, and replies end at their limit.
     conversation = chat(model, system="hold on", max_new_tokens=9, stop_tokens=(), sampling=sampling)
     turns = []
     for message in MESSAGES:
@@ -131,9 +131,9 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
         if not sampling.temperature and keeps_cache(model):
             assert completion.tokens == without_a_cache(model, prompt, completion.tokens)
     assert [turn.cached_tokens for turn in turns] == seen.held
-    if sampling.temperature:  # A draw may be a special token, which is no part of a reply's text.
+    if sampling.temperature:  # A sampled token may be special, and then it is not part of a reply's text.
         return
-    # All but the newest token of the turn before are there; and no more is read than one small piece.
+    # All but the newest token of the turn before are in the cache, and only one small chunk is read.
     kept = [0, *(len(prompt) + 8 for prompt in seen.prompts[:-1])] if keeps_cache(model) else [0, 0, 0]
     assert seen.held == kept
     new = [len(prompt) - held for prompt, held in zip(seen.prompts, kept, strict=True)]
@@ -150,7 +150,7 @@ def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain,
         messages = conversation.history[: 2 * turn + 1]
         assert decode(prompt) == plain.chat_template.render(messages)
     assert read.prompts[0] == chat_prompt(plain, conversation.history[:1])
-    # The model chose other tokens than the tokenizer would for the same text, and these are kept.
+    # The model generated other tokens than the tokenizer's for the same text, and the cache keeps them.
     assert read.held[1] > 0
     assert any(
         prompt != chat_prompt(plain, conversation.history[: 2 * turn + 1])
@@ -159,14 +159,14 @@ def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain,
 
 
 def ending(model: LanguageModel, prompt: list[int], place: int) -> int:
-    """A token that ends the greedy reply behind `place` tokens."""
+    """Return a token that ends the greedy reply after `place` tokens."""
     free = anew(model, prompt, 12, stop_tokens=())
     return next(token for i, token in enumerate(free) if i >= place and token not in free[:i])
 
 
 @pytest.mark.parametrize("behind", ["", " ", "\n"])
 def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, behind):
-    """With and without something between the reply and what ends it, as in Llama 2's template."""
+    # Some templates, such as Llama 2's, put text between the reply and its end.
     hello = "<{{ messages[0].content }}>"
     prompt = chat_prompt(
         replace(plain, chat_template=ChatTemplate(hello)), [{"role": "user", "content": "a"}]
@@ -226,7 +226,7 @@ def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
 
 
 def test_a_template_that_rewrites_history_is_read_anew(plain, read):
-    """Here it leaves out what stands before an "e", as others leave out thoughts."""
+    # This template removes text before an "e", like templates that remove thoughts.
     shorter = CHATML.replace(
         "message['content'] +", "(message['content'] if loop.last else message['content'].split('e')[-1]) +"
     )
@@ -301,7 +301,7 @@ def test_prompts_of_a_mesh_are_read_whole(plain):
 
 
 def test_lengths_beyond_calibration_are_said_when_the_cache_grows(plain):
-    """Calibrated on 64 tokens; no warning comes with a turn that fits."""
+    # The basis was calibrated on 64 tokens; a turn that fits gets no warning.
     model = replace(plain, basis=TinyModel(SHORT).basis())
     conversation = chat(model, max_new_tokens=10, stop_tokens=())
     conversation.say("a")
@@ -366,7 +366,7 @@ def test_stop_tokens_are_those_of_model_and_tokenizer(plain):
 
 
 def test_stop_tokens_outside_the_vocabulary_are_none(plain):
-    """Else `chat` itself would be refused by them."""
+    # Otherwise `chat` itself would fail.
     config = replace(plain.config, vocab_size=2)
     assert chat_stop_tokens(TextSide(config, plain.tokenizer, plain.chat_template)) == (1,)
 
@@ -378,7 +378,7 @@ def test_template_options_reach_the_template(plain, read):
 
 
 def test_text_of_tokens_where_they_stand():
-    """A decoder that strips the space before a first word does not strip it behind others."""
+    # A decoder that strips the space before a first word must not strip it before later words.
     tokenizer = sentencepiece()
     prompt, chosen = tokenizer.encode("It is").ids, tokenizer.encode(" the man").ids
     assert tokenizer.decode(chosen) == "the man"
@@ -396,5 +396,5 @@ def test_tokens_after_a_beginning():
     assert behind("a", "a the") == tokenizer.encode(" the").ids
     assert behind("b", "a the") is None
     assert behind("a th", "a the") == tokenizer.encode("e").ids
-    assert behind("at", "ath") is None  # It is "a" and "th".
+    assert behind("at", "ath") is None  # The text is "a" and "th".
     assert behind("a", "a") == []

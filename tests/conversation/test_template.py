@@ -1,4 +1,4 @@
-"""Templates give what they give in transformers, do not leave the sandbox, and are found where they are."""
+"""Chat templates: the text of transformers, the sandbox, and files that may contain a template."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ CHATS = {
 
 
 def in_transformers(source: str, messages: list, generate: bool, **options) -> str | None:
-    """None where the template refuses the messages."""
+    """Render a template with transformers; return None if the template refuses the messages."""
     try:
         (text,), _ = render_jinja_template(
             [messages], chat_template=source, add_generation_prompt=generate, **SPECIAL, **options
@@ -145,7 +145,7 @@ def test_malformed_messages_are_refused(messages, said):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A Hugging Face folder that says how to chat."""
+    """Return a Hugging Face folder with a chat template."""
     folder = write_variant("llama-gqa", tmp_path_factory.mktemp("hf"))
     tokens = {"bos_token": {"content": "w1", "lstrip": False}, "unk_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, **tokens}))
@@ -155,7 +155,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def converted(source: Path, output: Path, **files: str) -> Path:
-    """Its converted folder, of a copy in which these files (`.` is `__`) are others."""
+    """Convert a copy of the folder in which these files (`__` for a dot) are replaced."""
     copy = shutil.copytree(source, output / "hf")
     for name, text in files.items():
         (copy / name.replace("__", ".")).write_text(text)

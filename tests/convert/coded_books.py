@@ -1,4 +1,4 @@
-"""Books that measure plans of `coded` by a formula, and what a search finds in them, by hand."""
+"""Trial books that measure plans of `coded` by a formula, and a search's best results by hand."""
 
 import itertools
 from dataclasses import replace
@@ -30,19 +30,22 @@ KEYS = (
 )
 VALUES = (2, 3, 4, 8)
 DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 6.44e-4, 8: 4.15e-5}
-"""Of a unit Gaussian in the best levels (Max 1960; Jayant and Noll 1984)."""
+"""Mean square errors of a unit Gaussian with the best levels (Max 1960; Jayant and Noll 1984)."""
 CHOICE_COSTS = (0.001, 0.02, 0.1, 0.2, 0.5, 1.5)
 EVERY = [(k, v) for k in KEYS for v in VALUES]
 
 
 def token_bytes(keys: tuple[int, int, int], values: int) -> float:
-    """Bytes of a far token and head by hand: levels, and scales of a byte, of the index one more."""
+    """Count the bytes of a far token and head by hand: levels, scales of one byte, one more for an index."""
     rank, bits, first = keys
     return (16 * (first or bits) + (rank - 16) * bits + 64 * values) / 8 + (3 if first else 2)
 
 
 def error(rank: int, bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
-    """Of scores, coordinate by coordinate; a turn gives all of a part the mean of what they err."""
+    """Compute the error of scores, coordinate by coordinate.
+
+    The rotation of a part spreads its mean error over all of its coordinates.
+    """
     coded = sum(
         DISTORTION[b] * np.mean(k[:, start:end] ** 2, 1) @ np.sum(q[:, start:end] ** 2, 1)
         for start, end, b in ((0, index, first), (index, rank, bits))
@@ -52,9 +55,10 @@ def error(rank: int, bits: int, first: int, index: int, k: np.ndarray, q: np.nda
 
 
 class FakeBook:
-    """Measures by a formula: costs of grades and of choices add up over layers, windows cost nothing.
+    """A trial book that measures by a formula.
 
-    More bits cost as much less as they err less.
+    Costs of precisions and choices add up over layers; windows cost nothing. More bits cost less in
+    proportion to their error.
     """
 
     windows = np.zeros((1, TOKENS), np.int32)
@@ -70,14 +74,14 @@ class FakeBook:
         self.basis = SimpleNamespace(k_map=np.zeros((*k.shape, H)), k_rms=k, q_rms=q)
         self.scale = rng.lognormal(0, 1, len(layers))
         self.most = rng.uniform(0.2, 1, (2, len(layers)))
-        # What calibration saw differs from what is measured.
+        # Calibration's costs differ from measured costs.
         far, none = 2.5 * self.scale * rng.lognormal(0, 0.3, len(layers)), np.zeros((len(layers), 0))
         write, windows = np.ones((len(layers), len(WINDOWS))), np.array(WINDOWS)
         self.profile = Profile(far, write, none, none, windows, np.array([]), "made-up")
         self.measured = 0
 
     def cost(self, layer, ranks):
-        """Nats."""
+        """Return the cost of a layer in nats."""
         if ranks.qk == 0:
             return 0.0 if ranks.window else 2.5 * self.scale[layer]
         codes = ranks.settings
@@ -109,14 +113,14 @@ class FakeBook:
 
 
 class TaskBook(FakeBook):
-    """Also tasks, to which far tokens of some layers do harm: without them more is retained."""
+    """A trial book with tasks, where far tokens of some layers do harm: without them, retention rises."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
         self.worth = np.random.default_rng(seed).permutation([-1.0, 0.5, 1.5])
 
     def lost(self, layer, ranks):
-        """Of the log-probability of right answers."""
+        """Return the loss in log-probability of right answers."""
         return self.worth[layer] * self.cost(layer, ranks)
 
     def measure(self, plan):
@@ -131,7 +135,7 @@ def layer(keys, values) -> LayerRanks:
 
 
 def every_plan(book) -> list[tuple[float, float]]:
-    """Bytes a token and nats of all plans that read everything."""
+    """List bytes per token and nats of all plans that read everything."""
     choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
     of = [[(size, book.cost(i, ranks)) for size, ranks in choices] for i in range(LAYERS)]
     return [tuple(np.sum(each, 0)) for each in itertools.product(*of)]
@@ -150,7 +154,7 @@ def lower_hull(points) -> list[tuple[float, float]]:
 
 
 def held(plan) -> float:
-    """Bytes a far token and head of all layers, by hand."""
+    """Count the bytes of a far token and head over all layers, by hand."""
     far = [ranks for ranks in plan.layers if ranks.qk]
 
     def first(codes):

@@ -1,4 +1,4 @@
-"""The mathematics of the basis against samples, brute force and truncated SVD."""
+"""Mathematics of the basis, compared with samples, brute force and truncated SVD."""
 
 from dataclasses import replace
 
@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.calibration.make_basis import (
-    balanced,
-    certificate,
-    keys,
+    compute_certificate,
+    compute_residual,
     make_basis,
-    pair_map,
-    pairs,
-    residual,
-    stacked,
+    make_pair_map,
+    order_pairs,
+    solve_balanced,
+    solve_keys,
+    solve_stacked,
 )
 from convert.calibration.moments import Moments
 from zdc_jax.errors import CalibrationError, CheckpointError
@@ -26,7 +26,7 @@ small = settings(max_examples=30, deadline=None)
 
 
 def anisotropic(rng, tokens, H, spread=1.5):
-    """Rows with correlated coordinates of very different energy and a mean that is not zero."""
+    """Return rows with correlated coordinates of very different energy and a nonzero mean."""
     scales = 10.0 ** rng.uniform(-spread, spread, H)
     mixing = np.linalg.qr(rng.normal(size=(H, H))).Q * scales
     return rng.normal(size=(tokens, H)) @ mixing.T + rng.normal(size=H)
@@ -46,14 +46,14 @@ def inverse_transpose(A):
 
 
 def relative_errors(Q, K, A_Q, A_K):
-    """‖QKᵀ − Q_r K_rᵀ‖ / ‖QKᵀ‖ for r = 0…H, from whole score matrices."""
+    """Return ‖QKᵀ − Q_r K_rᵀ‖ / ‖QKᵀ‖ for r = 0…H, from whole score matrices."""
     scores = Q @ K.T
     kept = [(Q @ A_Q[:, :r]) @ (K @ A_K[:, :r]).T for r in range(Q.shape[1] + 1)]
     return np.array([np.linalg.norm(scores - x) for x in kept]) / np.linalg.norm(scores)
 
 
 def sample_moments(seed=0, L=2, K=2, G=2, H=8, tokens=50, spread=0.5):
-    """Moments and the samples x[name] [L, K, heads, tokens, H] they were summed from."""
+    """Return moments and the samples x[name] [L, K, heads, tokens, H] that they sum up."""
     rng = np.random.default_rng(seed)
     x = {
         name: np.stack(
@@ -75,7 +75,7 @@ def sample_moments(seed=0, L=2, K=2, G=2, H=8, tokens=50, spread=0.5):
 @given(seeds, even_dims)
 def test_balanced_is_the_truncated_svd_of_the_scores_at_every_rank(seed, H):
     Q, K = qk_sample(seed, H)
-    A_K = balanced(gram(Q), gram(K), ridge=1e-12)
+    A_K = solve_balanced(gram(Q), gram(K), ridge=1e-12)
     A_Q = inverse_transpose(A_K)
     U, sigma, Vt = np.linalg.svd(Q @ K.T, full_matrices=False)
     tolerance = 1e-7 * sigma[0]
@@ -89,10 +89,10 @@ def test_balanced_is_the_truncated_svd_of_the_scores_at_every_rank(seed, H):
 @given(seeds, even_dims)
 def test_balanced_maps_are_inverse_and_share_the_energy_equally(seed, H):
     Q, K = qk_sample(seed, H)
-    A_K = balanced(gram(Q), gram(K))
+    A_K = solve_balanced(gram(Q), gram(K))
     A_Q = inverse_transpose(A_K)
     np.testing.assert_allclose(A_Q @ A_K.T, np.eye(H), atol=1e-8)
-    if np.linalg.cond(gram(Q)) < 1e5 and np.linalg.cond(gram(K)) < 1e5:  # no eigenvalue is raised
+    if np.linalg.cond(gram(Q)) < 1e5 and np.linalg.cond(gram(K)) < 1e5:  # no eigenvalue is clipped
         sigma = np.diag(np.linalg.svd(Q @ K.T, compute_uv=False)[:H])
         np.testing.assert_allclose(A_Q.T @ gram(Q) @ A_Q, sigma, atol=1e-6 * sigma[0, 0])
         np.testing.assert_allclose(A_K.T @ gram(K) @ A_K, sigma, atol=1e-6 * sigma[0, 0])
@@ -104,13 +104,13 @@ def test_the_certificate_is_the_error_of_whole_score_matrices(seed, H, kind):
     Q, K = qk_sample(seed, H)
     C_Q, C_K = gram(Q), gram(K)
     A_K = {
-        "stacked": stacked,
-        "balanced": balanced,
-        "keys": lambda C_Q, C_K: keys(C_K),
-        "pairs": lambda C_Q, C_K: pair_map(pairs(C_Q, C_K)),
+        "stacked": solve_stacked,
+        "balanced": solve_balanced,
+        "keys": lambda C_Q, C_K: solve_keys(C_K),
+        "pairs": lambda C_Q, C_K: make_pair_map(order_pairs(C_Q, C_K)),
     }[kind](C_Q, C_K)
     A_Q = inverse_transpose(A_K)
-    found = certificate(C_Q, C_K, A_Q, A_K)
+    found = compute_certificate(C_Q, C_K, A_Q, A_K)
     np.testing.assert_allclose(found, relative_errors(Q, K, A_Q, A_K), atol=1e-7)
     assert found[0] == pytest.approx(1)
     assert found[-1] == 0
@@ -120,7 +120,7 @@ def test_residual_takes_any_pair_of_inverse_maps_and_stacks_of_heads():
     rng = np.random.default_rng(3)
     Q, K, A_K = (rng.normal(size=(2, 3, n, 4)) for n in (9, 7, 4))
     A_Q = inverse_transpose(A_K)
-    found = residual(Q.swapaxes(-1, -2) @ Q, K.swapaxes(-1, -2) @ K, A_Q, A_K)
+    found = compute_residual(Q.swapaxes(-1, -2) @ Q, K.swapaxes(-1, -2) @ K, A_Q, A_K)
     assert found.shape == (2, 3, 5)
     for head in np.ndindex(2, 3):
         brute = relative_errors(Q[head], K[head], A_Q[head], A_K[head])
@@ -134,12 +134,12 @@ def test_balanced_is_never_worse_than_the_other_bases(seed, H):
     Q, K = qk_sample(seed, H)
     C_Q, C_K = gram(Q), gram(K)
     errors = [
-        certificate(C_Q, C_K, inverse_transpose(A_K), A_K)
+        compute_certificate(C_Q, C_K, inverse_transpose(A_K), A_K)
         for A_K in (
-            balanced(C_Q, C_K, ridge=1e-12),
-            stacked(C_Q, C_K),
-            keys(C_K),
-            pair_map(pairs(C_Q, C_K)),
+            solve_balanced(C_Q, C_K, ridge=1e-12),
+            solve_stacked(C_Q, C_K),
+            solve_keys(C_K),
+            make_pair_map(order_pairs(C_Q, C_K)),
         )
     ]
     for others in errors[1:]:
@@ -150,7 +150,7 @@ def test_balanced_is_never_worse_than_the_other_bases(seed, H):
 @given(seeds, even_dims)
 def test_stacked_is_the_svd_of_the_stacked_rows(seed, H):
     Q, K = qk_sample(seed, H)
-    A = stacked(gram(Q), gram(K))
+    A = solve_stacked(gram(Q), gram(K))
     np.testing.assert_allclose(A.T @ A, np.eye(H), atol=1e-10)
     V = np.linalg.svd(np.concatenate([Q, K]), full_matrices=False)[2]
     energy = np.linalg.norm(np.concatenate([Q, K]) @ A, axis=0)
@@ -160,9 +160,9 @@ def test_stacked_is_the_svd_of_the_stacked_rows(seed, H):
 @small
 @given(seeds, even_dims)
 def test_keys_are_the_principal_components_of_keys(seed, H):
-    """No r orthogonal coordinates hold more of the keys than the first r; queries map as keys do."""
+    # No r orthogonal coordinates hold more of the keys than the first r. Queries map like keys.
     K = qk_sample(seed, H)[1]
-    A = keys(gram(K))
+    A = solve_keys(gram(K))
     np.testing.assert_allclose(A.T @ A, np.eye(H), atol=1e-10)
     sigma = np.linalg.svd(K, compute_uv=False)
     for r in range(H + 1):
@@ -183,7 +183,7 @@ def test_the_basis_of_keys_is_theirs_alone(center):
 
 
 def rope(x, frequencies, *, interleaved):
-    """Rotary embedding of x [T, H] at positions 0…T−1 as multiplication by complex numbers."""
+    """Apply rotary embedding to x [T, H] at positions 0…T−1, as multiplication by complex numbers."""
     turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies)
     half = x.shape[1] // 2
     a, b = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
@@ -197,9 +197,9 @@ def rope(x, frequencies, *, interleaved):
 @given(seeds, even_dims)
 def test_pairs_commute_with_rotary_embedding(seed, H):
     Q, K = qk_sample(seed, H)
-    order = pairs(gram(Q), gram(K))
+    order = order_pairs(gram(Q), gram(K))
     frequencies = 100.0 ** -(np.arange(H // 2) / (H // 2))
-    A = pair_map(order)
+    A = make_pair_map(order)
     np.testing.assert_allclose(
         rope(Q, frequencies, interleaved=False) @ A,
         rope(Q @ A, frequencies[order], interleaved=True),
@@ -210,16 +210,16 @@ def test_pairs_commute_with_rotary_embedding(seed, H):
 def test_pairs_are_ordered_by_the_mean_square_of_their_scores():
     Q, K = qk_sample(5, 8)
     parts = [np.linalg.norm(Q[:, [p, p + 4]] @ K[:, [p, p + 4]].T) for p in range(4)]
-    order = pairs(gram(Q), gram(K))
+    order = order_pairs(gram(Q), gram(K))
     assert order.dtype == np.int32
     assert order.tolist() == np.argsort(parts)[::-1].tolist()
     x = np.arange(8.0)
-    np.testing.assert_array_equal(x @ pair_map(order), np.stack([order, order + 4], 1).ravel())
+    np.testing.assert_array_equal(x @ make_pair_map(order), np.stack([order, order + 4], 1).ravel())
 
 
 def test_pairs_need_an_even_head_dim():
     with pytest.raises(CalibrationError, match="even head dim"):
-        pairs(np.eye(3), np.eye(3))
+        order_pairs(np.eye(3), np.eye(3))
 
 
 @pytest.mark.parametrize("kind", ["stacked", "balanced"])
@@ -356,18 +356,18 @@ def test_inputs_that_cannot_give_a_basis_are_named():
     moments, _, weights = sample_moments()
     bad = moments.k.copy()
     bad[1, 0, 2, 3] = np.nan
-    with pytest.raises(CalibrationError, match="layer 1, KV head 0: moments of k not finite"):
+    with pytest.raises(CalibrationError, match="layer 1, KV head 0: moments of k must be finite"):
         make_basis(replace(moments, k=bad), weights)
     with pytest.raises(CalibrationError, match="num_tokens=0"):
         make_basis(replace(moments, num_tokens=0), weights)
-    with pytest.raises(CalibrationError, match="qk='svd' must be one of"):
+    with pytest.raises(CalibrationError, match="qk='svd': must be one of"):
         make_basis(moments, weights, qk="svd")
-    with pytest.raises(CalibrationError, match="1 output weights for moments of 2 layers"):
+    with pytest.raises(CalibrationError, match="1 output weights, but moments of 2 layers"):
         make_basis(moments, weights[:1])
-    with pytest.raises(CalibrationError, match=r"layer 1: W_O \(4, 3, 9\) is not \[4, 8, D\]"):
+    with pytest.raises(CalibrationError, match=r"layer 1: W_O has shape \(4, 3, 9\), must be \[4, 8, D\]"):
         make_basis(moments, [weights[0], weights[1][:, :3]])
     weights[1][3, 0, 0] = np.inf
-    with pytest.raises(CalibrationError, match="layer 1, KV head 1: W_O not finite"):
+    with pytest.raises(CalibrationError, match="layer 1, KV head 1: W_O must be finite"):
         make_basis(moments, weights)
 
 

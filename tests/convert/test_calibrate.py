@@ -1,4 +1,4 @@
-"""Calibration: moments against brute force, one device against four, end to end, and every refusal."""
+"""Calibration: moments against brute force, four devices, the command end to end, and every refusal."""
 
 import json
 import os
@@ -32,11 +32,11 @@ from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextErr
 from zdc_jax.loading import stored_basis
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
-VARIANT = "llama-head-dim-80"  # Heads large enough to be cut in half.
+VARIANT = "llama-head-dim-80"  # Heads are large enough to be cut in half.
 
 
 def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """q, k, v, o [K, P, H] of every layer over all tokens: a plain float64 model on the layers' weights."""
+    """Return q, k, v, o [K, P, H] of every layer over all tokens, from a plain float64 model."""
     config, seen = tiny.config, []
     H, K = config.head_dim, config.num_kv_heads
     layers, embeddings = jax.tree.map(lambda x: np.asarray(x, np.float64), (tiny.layers, tiny.embeddings))
@@ -93,7 +93,7 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.matrix
 def test_moments_equal_brute_force(tiny: TinyModel, batch):
-    tokens = tiny.tokens(3, 32)  # Three windows: batches of two leave a remainder.
+    tokens = tiny.tokens(3, 32)  # With three windows, batches of two leave a remainder.
     moments = collect_moments(tiny.dense, tokens, fingerprint="x", batch=batch)
     for index, vectors in enumerate(reference(tiny, tokens)):
         for name, x in vectors.items():
@@ -105,7 +105,7 @@ def test_moments_equal_brute_force(tiny: TinyModel, batch):
 
 
 def test_bfloat16_activations_are_summed_in_float32():
-    """Of 4096 values near one, a bfloat16 sum would stop at 256."""
+    # A bfloat16 sum of 4096 values near one would stop at 256.
     x = 1 + 0.1 * jax.random.normal(jax.random.key(0), (1, 2048, 4, 8), jnp.bfloat16)
     sums = _gram("q", x, jnp.ones(1), num_kv_heads=2)
     assert {value.dtype for value in sums.values()} == {jnp.dtype("float32")}
@@ -153,7 +153,7 @@ def test_four_devices_equal_one(tiny_llama: TinyModel, tmp_path):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """Two topics of words that the variants' tokenizer knows."""
+    """Return a folder with two topics, in words that the variants' tokenizer knows."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for topic in ("a", "b"):
@@ -172,7 +172,7 @@ def converted(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(converted, tmp_path) -> Path:
-    """A fresh copy, not calibrated."""
+    """Return a fresh copy that is not calibrated."""
     return Path(shutil.copytree(converted, tmp_path / "model"))
 
 
@@ -181,7 +181,7 @@ OPTIONS = CalibrationOptions(tokens=1024, context=64)
 
 @pytest.fixture(scope="module")
 def calibrated(converted, texts, tmp_path_factory) -> Path:
-    """A calibrated copy; not to be changed."""
+    """Return a calibrated copy, which tests must not change."""
     folder = shutil.copytree(converted, tmp_path_factory.mktemp("calibrated") / "model")
     calibrate(folder, [texts], OPTIONS, progress=False)
     return Path(folder)
@@ -202,7 +202,7 @@ def test_end_to_end(calibrated):
 
 
 def test_auto_records_what_it_compared(calibrated, texts):
-    """The recorded perplexity of a candidate is that of its plan at half rank on the first windows."""
+    # A candidate's recorded perplexity is that of its plan at half rank on the first windows.
     checkpoint = Checkpoint.open(calibrated)
     basis = stored_basis(checkpoint)
     assert basis.record["auto_rank"] == 32
@@ -227,7 +227,7 @@ def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
     checkpoint = Checkpoint.open(calibrated)
     moments, _ = stored_moments(checkpoint)
 
-    # The basis stands in for its network: perplexity falls with every side of the wanted kind.
+    # The basis replaces its network: perplexity falls with each side of the wanted kind.
     def stand_in(*_, basis, dtype):
         return LanguageModel((basis.qk_kind, basis.vo_kind))
 
@@ -245,11 +245,11 @@ def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
 
 
 def test_an_existing_basis_is_kept_unless_it_may_be_replaced(calibrated, texts, monkeypatch):
-    """It is refused before text is read."""
+    # The refusal comes before any text is read.
     before = stored_basis(Checkpoint.open(calibrated)).coordinates_hash
     monkeypatch.setattr("convert.calibration.calibrate.read_documents", None)
     for given in ([texts], []):
-        with pytest.raises(CheckpointError, match=r"model has a basis.*--overwrite"):
+        with pytest.raises(CheckpointError, match=r"model is already calibrated.*--overwrite"):
             calibrate(calibrated, given, replace(OPTIONS, qk="stacked"), progress=False)
     assert stored_basis(Checkpoint.open(calibrated)).coordinates_hash == before
 
@@ -258,7 +258,7 @@ def test_few_tokens_are_said_before_the_work(model, texts, caplog, monkeypatch):
     monkeypatch.setattr("convert.calibration.calibrate.load", None)
     with pytest.raises(TypeError):
         calibrate(model, [texts], OPTIONS, progress=False)
-    assert "1,024 tokens are few, at least 32,768 are needed" in caplog.text
+    assert "calibrating on 1,024 tokens only; an accurate basis needs at least 32,768" in caplog.text
 
 
 def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
@@ -267,7 +267,7 @@ def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
     options = CalibrationOptions(qk="pairs", vo="output", reduction="kmeans", seed=5, center=True)
     again = calibrate(model, [], options, overwrite=True, progress=False)
     assert (again.qk_kind, again.vo_kind) == ("pairs", "output")
-    # The moments are still those of the first call, whatever the options of the second say.
+    # The moments still come from the first call, whatever the options of the second.
     for name in ("reduction", "seed", "topics", "seconds_moments"):
         assert again.record[name] == before[name]
     assert again.record["center"]
@@ -307,7 +307,7 @@ def test_windows_are_as_long_as_the_model_reads():
     assert CalibrationOptions().window_length(LLAMA) == 256
     assert CalibrationOptions().window_length(replace(LLAMA, max_positions=131_072)) == 8192
     assert CalibrationOptions(context=100).window_length(LLAMA) == 100
-    with pytest.raises(CalibrationError, match="context=257 exceeds the model's 256 positions"):
+    with pytest.raises(CalibrationError, match="context=257: exceeds the model's 256 positions"):
         CalibrationOptions(context=257).window_length(LLAMA)
 
 
@@ -334,7 +334,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
 def test_pairs_are_refused_past_norms_of_queries_and_keys(texts, tmp_path):
     model = tmp_path / "model"
     convert(write_variant("qwen3", tmp_path / "hf"), model, progress=False)
-    with pytest.raises(CalibrationError, match="qk='pairs' does not fold past this model's norms of q and k"):
+    with pytest.raises(CalibrationError, match="qk='pairs': cannot be folded past the norms of q and k"):
         calibrate(model, [texts], replace(OPTIONS, qk="pairs"), progress=False)
     assert not (model / "calibration").exists()
 
@@ -367,20 +367,20 @@ def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     config = Checkpoint.open(converted).config
     with pytest.raises(CalibrationError, match="run `zdc calibrate"):
         load(converted, CompressionPlan.full(config))
-    # The same model at another precision: equal shapes, other weights.
+    # The same model in another precision has equal shapes but other weights.
     other = tmp_path / "other"
     convert(converted.parent / "hf", other, dtype="float16", progress=False)
     shutil.copytree(calibrated / "calibration", other / "calibration")
     with pytest.raises(CalibrationError, match="calibrated on model"):
         load(other, CompressionPlan.full(config))
-    with pytest.raises(CalibrationError, match="moments are of model"):
+    with pytest.raises(CalibrationError, match="has moments of another model"):
         calibrate(other, [], overwrite=True, progress=False)
     with pytest.raises(PlanError, match="'elsewhere'"):
         load(calibrated, CompressionPlan.full(config).for_model("elsewhere"))
 
 
 def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
-    """A new basis of the same model is refused; the old one, kept, still goes with the plan."""
+    # A new basis of the same model is refused; the old basis still fits the plan.
     model = shutil.copytree(calibrated, tmp_path / "model")
     old = stored_basis(Checkpoint.open(model))
     plan = plan_from_spectrum(old, budget=0.5)
@@ -396,4 +396,4 @@ def test_contexts_beyond_the_calibration_warn(calibrated):
     compressed = load(calibrated, CompressionPlan.full(Checkpoint.open(calibrated).config))
     with pytest.warns(UserWarning, match="contexts of 64"):
         generate(compressed, "w3 w4 w5", 62)
-    generate(compressed, "w3 w4 w5", 61)  # Warnings are errors: 64 tokens are what calibration saw.
+    generate(compressed, "w3 w4 w5", 61)  # Warnings are errors, and calibration saw 64 tokens.

@@ -1,4 +1,4 @@
-"""Plans of token classes by the paper's numbers: their neighbours, Eq. 6, and the descent through them."""
+"""Plans of token classes by the paper's numbers: their neighbours, Eq. 6, and the descent."""
 
 import itertools
 from dataclasses import replace
@@ -9,7 +9,7 @@ from conftest import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.search.class_search import FRACTIONS, ClassNumbers, descend, group_sizes
+from convert.search.class_search import FRACTIONS, ClassNumbers, descend, list_group_sizes
 from convert.search.search import describe
 from convert.search.trials import Trial
 from zdc_jax.errors import PlanError
@@ -25,10 +25,10 @@ def size(plan) -> float:
 
 
 def wander(seed: int, constrained: bool) -> list[ClassNumbers]:
-    """From the largest, a random neighbour at a time, until there is none."""
+    """Return a path from the largest numbers through random neighbours until none is left."""
     rng = np.random.default_rng(seed)
     path = [ClassNumbers.largest(CONFIG, constrained=constrained, block=512)]
-    while steps := path[-1].neighbours(CONFIG, size, constrained=constrained):
+    while steps := path[-1].list_neighbors(CONFIG, size, constrained=constrained):
         path.append(steps[str(rng.choice(sorted(steps)))])
     return path
 
@@ -38,7 +38,7 @@ def wander(seed: int, constrained: bool) -> list[ClassNumbers]:
 @pytest.mark.full
 def test_steps_lead_to_smaller_plans_one_number_at_a_time(seed, constrained):
     path = wander(seed, constrained)
-    sizes = [size(numbers.plan(CONFIG)) for numbers in path]
+    sizes = [size(numbers.make_plan(CONFIG)) for numbers in path]
     assert all(a > b for a, b in itertools.pairwise(sizes))
     for before, after in itertools.pairwise(path):
         changed = [name for name, value in vars(before).items() if getattr(after, name) != value]
@@ -73,33 +73,33 @@ def test_equation_6(change, holds):
 
 def test_a_plan_says_its_numbers():
     numbers = ClassNumbers(FULL, LESS, LayerRanks(48, 48), 0.25, 0.75, group=2, window=128, sinks=4)
-    plan = numbers.plan(CONFIG)
+    plan = numbers.make_plan(CONFIG)
     assert plan.classes.leaders == (0, 2, 4)
     assert plan.classes.fraction == (0.25, 0.5, 0.75)
     assert plan.layers == (LayerRanks(48, 48), LESS) * 3
     assert plan.stored_ranks(1) == FULL
     assert (plan.window, plan.sinks, plan.classes.block) == (128, 4, 512)
     said = describe(CONFIG, Trial(plan, 0.5, 0.01, (0.0, 0.02), {}, 0.5))
-    assert "25% to 75% of tokens important at (64, 64) of (R, Z), the rest at (32, 48), 3 leaders" in said
+    assert "25% to 75% of tokens important at (R, Z) = (64, 64), the rest at (32, 48), 3 leaders" in said
 
 
 @pytest.mark.parametrize(("layers", "sizes"), [(1, (1,)), (2, (2,)), (6, (2, 4, 6)), (8, (2, 4, 8))])
 def test_group_sizes(layers, sizes):
-    assert group_sizes(replace(CONFIG, layers=CONFIG.layers[:1] * layers)) == sizes
+    assert list_group_sizes(replace(CONFIG, layers=CONFIG.layers[:1] * layers)) == sizes
 
 
 def test_one_rank_is_no_classes():
     small = replace(CONFIG, head_dim=16)
-    with pytest.raises(PlanError, match="head_dim=16 has no smaller rank"):
+    with pytest.raises(PlanError, match=r"constrained=True: .*head_dim=16 allows none"):
         ClassNumbers.largest(small, constrained=True, block=512)
-    ClassNumbers.largest(small, constrained=False, block=512).plan(small)
+    ClassNumbers.largest(small, constrained=False, block=512).make_plan(small)
 
 
-def full_greedy(start, neighbours, size, increase, limit):
-    """The truth: all neighbours measured at every step."""
+def full_greedy(start, list_neighbors, size, increase, limit):
+    """Descend greedily, with all neighbours measured at every step."""
     here = start
     while True:
-        steps = [n for n in neighbours(here).values() if increase(n) <= limit]
+        steps = [n for n in list_neighbors(here).values() if increase(n) <= limit]
         if not steps:
             return here
 
@@ -112,7 +112,7 @@ def full_greedy(start, neighbours, size, increase, limit):
 @pytest.mark.parametrize("limit", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_descent_is_the_greedy_one_in_a_fraction_of_the_trials(seed, limit):
-    """Where prices rise, as those of convex losses of each number do."""
+    # Prices rise along the path, as for convex losses of each number.
     rng = np.random.default_rng(seed)
     weights = rng.uniform(0.2, 1, 8)
     levels = rank_levels(64)
@@ -130,14 +130,14 @@ def test_the_descent_is_the_greedy_one_in_a_fraction_of_the_trials(seed, limit):
 
     start = ClassNumbers.largest(CONFIG, constrained=False, block=512)
 
-    def neighbours(here):
-        return here.neighbours(CONFIG, size, constrained=False)
+    def list_neighbors(here):
+        return here.list_neighbors(CONFIG, size, constrained=False)
 
     def area(numbers):
-        return size(numbers.plan(CONFIG))
+        return size(numbers.make_plan(CONFIG))
 
-    found = descend(start, neighbours, area, counted, limit)
-    want = full_greedy(start, neighbours, area, increase, limit)
+    found = descend(start, list_neighbors, area, counted, limit)
+    want = full_greedy(start, list_neighbors, area, increase, limit)
     assert increase(found) <= limit
     assert len(set(seen)) < 70
     assert area(found) <= 1.1 * area(want)

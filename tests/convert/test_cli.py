@@ -1,4 +1,4 @@
-"""The `zdc` command from end to end on a tiny model, and one line for every user error."""
+"""The `zdc` command end to end on a tiny model, with a one-line message for every user error."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from zdc_jax.plan import TokenClasses
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """hf/, text/, and model/: converted and calibrated by the command."""
+    """Return a folder with hf/, text/ and model/, converted and calibrated by the command."""
     folder = tmp_path_factory.mktemp("cli")
     write_variant("llama-head-dim-80", folder / "hf")
     rng = np.random.default_rng(0)
@@ -67,12 +67,12 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
 
 
 def test_plan_says_what_it_saves(folder, tmp_path, capsys):
-    """Of 2 x 80 coordinates 16 and 32 are kept; a layer that is cut off keeps its ring of 16."""
+    # The plan keeps 16 and 32 of 2 x 80 coordinates. A layer without far tokens keeps its ring of 16.
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     assert main(["plan", model, str(plan), "--qk", "16", "--v", "32"]) == 0
     saved, lost = capsys.readouterr().err.splitlines()
     assert "30.0% of the unmodified model's bytes at 128 tokens; 0 of" in saved
-    assert lost.startswith("far pairs: score error mean 0.")
+    assert lost.startswith("certificate: score error mean 0.")
 
     some = CompressionPlan.load(plan)
     assert (some.fingerprint, some.basis) == (Checkpoint.open(model).fingerprint, "")
@@ -87,13 +87,13 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     L = len(some.layers)
     share = ((L - 1) * 16 * 160 + 128 * 48 + 16 * 112) / (L * 128 * 160)
     assert f"{share:.1%} of" in saved
-    assert f"{L - 1} of {L} layers see no distant tokens" in saved
+    assert f"{L - 1} of {L} layers drop all tokens outside the window" in saved
     assert f"(layer {L - 1})" in lost
     assert "1.000" not in lost
 
 
 def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
-    """The unmodified model beside itself."""
+    # The unmodified model is compared with itself.
     TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
     report = tmp_path / "report.json"
     options = [
@@ -123,7 +123,7 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         assert each["tasks"]["passkey"]["retention"] == 1
         assert each["tasks"]["passkey"]["documents"] == 4
     assert (result["protocol"], result["seed"]) == ("exact", 0)
-    assert err.startswith("no plan given: the model is unmodified\n")
+    assert err.startswith("no plan given: measuring the unmodified model\n")
     assert "4 of at most 4 contexts of 320 tokens" in err
 
 
@@ -135,7 +135,7 @@ def test_token_classes_are_not_read_exactly(folder, tmp_path, capsys):
     capsys.readouterr()
     options = ["--plan", str(tmp_path / "plan.json"), "--protocol", "exact"]
     assert main(["evaluate", str(folder / "model"), str(folder / "text"), *options]) == 2
-    assert "protocol='exact' must be 'cached'" in capsys.readouterr().err
+    assert "--protocol exact: not for plans with token classes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("evaluate", "TEXT")])
@@ -143,7 +143,7 @@ def test_help_shows_what_is_required(command, usage, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     out = capsys.readouterr().out.split("options ")[0]
-    assert f"PATH {usage} [{usage} ...]" in out
+    assert f"MODEL {usage} [{usage} ...]" in out
     assert out.count("(required)") == 2
 
 
@@ -194,7 +194,7 @@ def test_generate(folder, capsys, monkeypatch):
 
 
 def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
-    """No markup, emoji, wrapping or expanded tabs."""
+    # The output has no markup, emoji, wrapping or expanded tabs.
     text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
     result = Generation((Completion((3, 4), text, "length"),), 0, 128, Timings(0.0, 0.0, 0.0))
     monkeypatch.setattr("convert.cli.main.generate", lambda *_, **__: result)
@@ -204,7 +204,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_calibrating_while_converting(folder, tmp_path, capsys):
-    """And from a path that would be markup."""
+    # The source path also looks like markup.
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
     arguments = [str(source), str(output), "--dtype", "float16"]
     assert main(["convert", *arguments, "--calibrate", str(folder / "text")]) == 0
@@ -246,7 +246,7 @@ def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     flags = ["--method", "quest", "--set", "page=8", "read=16", "--window", "8"]
     assert main(["plan", model, str(plan), *flags]) == 0
-    assert "a decoded token reads" in capsys.readouterr().err
+    assert "decoding a token reads" in capsys.readouterr().err
     value = json.loads(plan.read_text())
     assert (value["method"], value["rotated"], value["settings"]) == ("quest", False, {"page": 8, "read": 16})
     assert main(["generate", model, "w3 w4", "--plan", str(plan), "--max-new-tokens", "2"]) == 0
@@ -263,7 +263,7 @@ def test_inspect_checks_hashes(folder, capsys):
         {"count": 2, "rope": {"theta": 1e4}}
     ]
     assert "balanced" in out
-    assert "a poor basis: 512 tokens are few" in out
+    assert "inaccurate basis: calibrated on 512 tokens" in out
 
 
 @pytest.mark.parametrize(
@@ -272,56 +272,69 @@ def test_inspect_checks_hashes(folder, capsys):
         (["convert", "{}/nowhere", "{}/out"], "is not a folder"),
         (["convert", "{}/hf", "{}/model"], "--overwrite"),
         (["generate", "{}/hf", "w3"], "zdc convert"),
-        (["generate", "{}/model", "w3", "--qk", "17"], "qk=17"),
-        (["generate", "{}/model", "w3", "--budget", "0.5", "--qk", "16"], "one of --plan"),
-        (["generate", "{}/model", "w3", "w4", "--stream"], "one prompt"),
+        (["generate", "{}/model", "w3", "--qk", "17"], "--qk 17"),
+        (["generate", "{}/model", "w3", "--budget", "0.5", "--qk", "16"], "only one of --plan"),
+        (["generate", "{}/model", "w3", "w4", "--stream"], "only one prompt"),
         (["generate", "{}/model", ""], "empty"),
-        (["plan", "{}/model", "{}/plan.json"], "say what to keep"),
+        (["plan", "{}/model", "{}/plan.json"], "no plan described"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.01"], "least possible"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "zip"], "method='zip' must be one of"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits"], "must be NAME=VALUE"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits=5"], "bits=5"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bit=4"], "'kivi': unknown 'bit'"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "window=0 must be at least 32"),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--method", "zip"],
+            "--method zip: unknown; must be one of coded, ",
+        ),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits"],
+            "--set bits: must be NAME=VALUE",
+        ),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits=5"], "--set bits=5"),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bit=4"],
+            "--set bit=4: ",
+        ),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "--window 0"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "coded"], "calibrated basis; add --budget 1.0"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
         (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
         (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
         (["calibrate", "{}/model", "{}/text"], "--overwrite"),
-        (["calibrate", "{}/model"], "give text to calibrate on, or --from-moments"),
-        (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments and no text"),
+        (["calibrate", "{}/model"], "TEXT is missing"),
+        (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments: reads no text"),
         (["convert", "{}/model", "{}/again"], "is already converted"),
-        (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "prune=1.5"),
+        (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "--prune 1.5"),
         (["calibrate", "{}/hf", "{}/text"], "zdc convert"),
-        (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "seed=-1"),
+        (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "--seed -1"),
         (["evaluate", "{}/model", "{}/text", "--contexts", "64", "129"], "128 positions"),
-        (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "context=0"),
-        (["evaluate", "{}/model", "{}/text", "--max-documents", "0"], "max_documents=0"),
-        (["evaluate", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
+        (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "--contexts 0"),
+        (["evaluate", "{}/model", "{}/text", "--max-documents", "0"], "--max-documents 0"),
+        (["evaluate", "{}/model", "{}/text", "--batch", "0"], "--batch 0: must be at least 1"),
         (
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
             "must be one of perplexity, agreement, copy",
         ),
         (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
-        (["evaluate", "{}/model"], "at least one text"),
-        (["evaluate", "{}/model", "{}/text", "--tasks"], "must name at least one of perplexity"),
+        (["evaluate", "{}/model"], "TEXT is missing"),
+        (["evaluate", "{}/model", "{}/text", "--tasks"], "--tasks must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
         (
             ["plan", "{}/model", "{}/plan.json", "--texts", "{}/text", "--text-windows", "-5"],
-            "text_windows=-5 must be >= 1",
+            "--text-windows -5: must be at least 1",
         ),
         (
             ["plan", "{}/model", "{}/plan.json", "--texts", "{}/text", "--text-windows", "0"],
-            "text_windows=0 must be >= 1",
+            "--text-windows 0: must be at least 1",
         ),
         (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
-        (["generate", "{}/model", "w3", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "{}/model"], "at least one prompt"),
+        (["generate", "{}/model", "w3", "--temperature", "-1"], "--temperature -1"),
+        (["generate", "{}/model"], "PROMPT is missing"),
         (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
-        (["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"], "coordinator=None"),
+        (
+            ["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"],
+            "no --coordinator, no --num-processes, --process-id 1",
+        ),
         (["inspect", "{}/text"], "zdc convert"),
     ],
 )
@@ -333,6 +346,14 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize("flags", [["--method", "coded"], ["--qk", "16"], ["--budget", "0.5"]])
+def test_errors_say_how_to_calibrate(folder, tmp_path, capsys, flags):
+    assert main(["convert", str(folder / "hf"), str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "w3", *flags]) == 2
+    assert f"zdc calibrate {tmp_path / 'model'} TEXT" in capsys.readouterr().err
 
 
 SAMPLING_FLAGS = "temperature top-k top-p seed"

@@ -1,4 +1,4 @@
-"""Search for plans of method `coded`: against brute force where costs add up, and whole on a tiny model."""
+"""Search for plans of method `coded`: brute force where costs add up, and a whole run on a tiny model."""
 
 import itertools
 import json
@@ -33,9 +33,9 @@ from convert.search.coded_search import (
     SHORTEST_WINDOW,
     CodedSearch,
     TokenChoice,
-    choices_for,
-    choosing,
-    choosing_on_kernels,
+    limit_reads,
+    limit_reads_on_kernels,
+    list_choices,
 )
 from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
@@ -59,7 +59,7 @@ from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, pre
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.full
 def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
-    """At limits that corners of the hull just hold, where the cheapest path is the best there is."""
+    # The limits are those that corners of the hull just meet. There, the cheapest path is optimal.
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     plans = every_plan(FakeBook(seed))
     corners = [point for point in lower_hull(plans) if point[1] > 0.05]
@@ -75,7 +75,7 @@ def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
 
 
 def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
-    """A token, of all plans within both limits that read everything."""
+    """Return the least bytes per token of all plans within both limits that read everything."""
     choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
     limits = np.log1p(options.max_degradation), -np.log(options.min_retention)
     of = [[(size, book.cost(i, r), book.lost(i, r)) for size, r in choices] for i in range(LAYERS)]
@@ -85,7 +85,8 @@ def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
 
 @pytest.mark.full
 def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
-    """Little more is held than by the smallest plan within both limits; at a price of 1 much more."""
+    # The result is little larger than the smallest plan within both limits, but much larger at a price of
+    # 1.
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     options = SearchOptions(0.2, min_retention=0.9)
 
@@ -104,7 +105,7 @@ def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
 
 
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
-    """The result, and the smallest plan on the way that reads everything."""
+    """Return the book, the result, and the smallest plan on the way that reads everything."""
     book, seen = FakeBook(seed), []
     best = CodedSearch(book, SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
 
@@ -118,7 +119,7 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.full
 def test_no_layer_of_the_result_can_read_less(seed):
-    limit, choices = 0.8, choices_for(TOKENS)
+    limit, choices = 0.8, list_choices(TOKENS)
     book, best, whole = searched(seed, limit)
     assert best.increase <= limit
     for i, ranks in enumerate(best.plan.layers):
@@ -127,9 +128,11 @@ def test_no_layer_of_the_result_can_read_less(seed):
         codes = ranks.settings
         assert ranks in (
             whole.plan.layers[i],
-            *(choosing(whole.plan.layers[i], each) for each in choices),
+            *(limit_reads(whole.plan.layers[i], each) for each in choices),
         )
-        less = [choosing(whole.plan.layers[i], each) for each in choices if not 0 < codes.read <= each.read]
+        less = [
+            limit_reads(whole.plan.layers[i], each) for each in choices if not 0 < codes.read <= each.read
+        ]
         for other in less:
             layers = (*best.plan.layers[:i], other, *best.plan.layers[i + 1 :])
             plan = replace(best.plan, layers=layers)
@@ -140,7 +143,7 @@ def test_no_layer_of_the_result_can_read_less(seed):
 @pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
 @pytest.mark.full
 def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
-    """A plan takes a second here. The last one may be begun as time ends."""
+    # Here a trial takes one second. The last trial may begin as time ends.
     book, seen = FakeBook(0), []
     monkeypatch.setattr("convert.search.search.time.monotonic", lambda: float(book.measured))
     options = SearchOptions(0.8, objective=objective, minutes=30 / 60)
@@ -152,7 +155,7 @@ def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch
 
 
 def test_less_is_read_though_single_layers_were_not_all_measured():
-    """There is time for the path that was foretold, for a few layers, and for choices."""
+    # Time suffices for the predicted path, for a few layers, and for choices.
     search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
     best = search.run()
     assert search.costs is None
@@ -162,7 +165,7 @@ def test_less_is_read_though_single_layers_were_not_all_measured():
 
 @pytest.mark.full
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
-    """Then less is read in the mean, though more be held, and the limit holds as well."""
+    # On average, less is then read though more may be stored. The limit is met as well.
     shares = []
     for seed in range(3):
         held, read = (
@@ -179,7 +182,7 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.full
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
-    """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
+    # More bytes than the smallest plan's are only scales of one byte, and levels of at least four bits.
     book, best, whole = searched(seed, 0.8)
 
     def levels(rank, each):
@@ -203,16 +206,16 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(b.index <= a.index and b.read <= a.read for a, b in itertools.pairwise(CHOICES))
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1], head_dim=H)
     search = CodedSearch(FakeBook(0, config.layers), SearchOptions(0.1))
-    plan = search._plan([layer((64, 4, 0), 3)], 64)
-    plans = [plan, *(replace(plan, layers=(choosing(plan.layers[0], choice),)) for choice in CHOICES)]
+    plan = search._make_plan([layer((64, 4, 0), 3)], 64)
+    plans = [plan, *(replace(plan, layers=(limit_reads(plan.layers[0], choice),)) for choice in CHOICES)]
     read = [each.bytes_read(TOKENS) for each in plans]
     assert all(a > b for a, b in itertools.pairwise(read))
     sizes = {each.bytes(TOKENS) for each in plans[1:]}
     assert sizes == {plan.bytes(TOKENS) + TOKENS * config.num_kv_heads}
-    assert choices_for(8192) == CHOICES
-    assert choices_for(4096) == CHOICES[1:]
-    assert {choice.read for choice in choices_for(1024)} == {256, 128}
-    assert choices_for(256) == ()
+    assert list_choices(8192) == CHOICES
+    assert list_choices(4096) == CHOICES[1:]
+    assert {choice.read for choice in list_choices(1024)} == {256, 128}
+    assert list_choices(256) == ()
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
@@ -257,14 +260,14 @@ def test_the_last_stage_has_trials_of_its_own():
 
 
 def test_a_prediction_is_measured_before_single_layers():
-    """A few trials give a plan within the limit, and it is one of the foretold path."""
+    # A few trials suffice for a plan within the limit, and the predicted path contains it.
     book, seen = FakeBook(1), []
     search = CodedSearch(book, SearchOptions(0.8, trials=10), lambda trial, _: seen.append(trial))
     best = search.run()
     assert book.measured <= 10
     assert best.increase <= 0.8
     assert best.bytes_share < search.book.share(seen[0].plan) or best is seen[0]
-    # Layers that cost most without far tokens keep most.
+    # Layers that cost most without far tokens store most.
     size = [
         sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0
         for ranks in best.plan.layers
@@ -274,14 +277,14 @@ def test_a_prediction_is_measured_before_single_layers():
 
 
 def test_a_profile_of_short_windows_foretells_nothing():
-    """Calibration on a short context; the search measures layers, as ever."""
+    # Calibration used a short context, and the search measures layers as usual.
     book = FakeBook(1)
     book.profile = replace(book.profile, windows=np.array([64]), far_write=book.profile.far_write[:, :1])
     assert CodedSearch(book, SearchOptions(0.8)).run().increase <= 0.8
 
 
 def readable(ranks):
-    """Whether kernels read all planes of a layer, by what each kernel would refuse."""
+    """Return whether kernels can read all planes of a layer, according to each kernel's refusals."""
     codes = ranks.settings
     index = [(codes.index, codes.bits_index)] if codes.index else []
     keys = [*index, (ranks.qk - codes.index, codes.bits_k)]
@@ -311,7 +314,7 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
         layer = build_layer(key, value)
         assert readable(layer)
         for choice in CHOICES:
-            wider = choosing_on_kernels(layer, choice)
+            wider = limit_reads_on_kernels(layer, choice)
             assert readable(wider)
             assert wider == layer or wider.settings.read == choice.read
             assert wider == layer or wider.settings.index >= choice.index
@@ -320,8 +323,8 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
 
 def test_four_bits_may_choose_on_kernels():
     half, quarter = TokenChoice(24, 512), TokenChoice(32, 512)
-    of_64 = choosing_on_kernels(build_layer(Precision(64, 4), Precision(64, 4)), half).settings
-    of_128 = choosing_on_kernels(build_layer(Precision(128, 4), Precision(128, 4)), quarter).settings
+    of_64 = limit_reads_on_kernels(build_layer(Precision(64, 4), Precision(64, 4)), half).settings
+    of_128 = limit_reads_on_kernels(build_layer(Precision(128, 4), Precision(128, 4)), quarter).settings
     assert [(x.index, x.bits_index, x.read) for x in (of_64, of_128)] == [(32, 4, 512), (32, 4, 512)]
 
 
@@ -336,11 +339,13 @@ def test_a_search_on_kernels_finds_what_they_read(objective):
 
 
 def test_kernels_are_for_codes_of_wide_heads():
-    with pytest.raises(PlanError, match="on_kernels=True: of use to plans of method 'coded' alone"):
+    with pytest.raises(PlanError, match="on_kernels=True: applies to plans of method 'coded' only"):
         Search.check(SearchOptions(0.1, on_kernels=True))
     book = FakeBook(0)
     book.config = replace(book.config, head_dim=80)
-    with pytest.raises(PlanError, match=r"on_kernels=True: kernels decode heads of \(64, 128, 256\)"):
+    with pytest.raises(
+        PlanError, match=r"on_kernels=True: the kernels decode head dimensions \(64, 128, 256\)"
+    ):
         CodedSearch(book, SearchOptions(0.8, on_kernels=True)).run()
 
 
@@ -368,7 +373,7 @@ def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
 
 
 def test_costs_are_raised_to_those_of_larger_grades_alone():
-    """Not to those of a grade of the same bytes."""
+    # Precisions of the same size do not raise a cost.
     keys, values = (
         (Precision(64, 3), Precision(48, 4), Precision(64, 4)),
         (Precision(64, 3), Precision(64, 4)),
@@ -394,10 +399,10 @@ def test_what_it_has_not_is_named(more, named):
 
 def test_the_result_is_said_in_words():
     book = FakeBook(0)
-    plan = CodedSearch(book, SearchOptions(0.1))._plan(
+    plan = CodedSearch(book, SearchOptions(0.1))._make_plan(
         [layer((64, 4, 0), 3), layer((64, 2, 5), 3), LayerRanks(0, 0)], 64
     )
-    plan = replace(plan, layers=(choosing(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
+    plan = replace(plan, layers=(limit_reads(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
     trial = Trial(plan, 0.2, 0.01, (0.0, 0.02), {}, 0.1)
     said = describe(book.config, trial)
     assert "20.0% of the dense KV bytes (a token reads 10.0%) at +1.00%" in said
@@ -410,13 +415,13 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ to search on."""
+    """Return a folder with model/, converted and calibrated, and text/ to search on."""
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
 
 
 @pytest.mark.full
 def test_trials_are_the_loaded_models(folder):
-    """One after another, of which some share the weights of some layers."""
+    # Trials run one after another, and some share weights of layers.
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
     book = TrialBook(folder / "model", windows)
     search = CodedSearch(book, SearchOptions(0.1))
@@ -425,8 +430,12 @@ def test_trials_are_the_loaded_models(folder):
         build_layer(Precision(64, 2, 16, 5), Precision(80, 3)),
     )
     dense = window_nll(load(folder / "model").network, windows).mean()
-    for layers in ([whole, whole], [choosing(fewer, TokenChoice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
-        plan = search._plan(layers, 32)
+    for layers in (
+        [whole, whole],
+        [limit_reads(fewer, TokenChoice(16, 32)), whole],
+        [fewer, LayerRanks(0, 0)],
+    ):
+        plan = search._make_plan(layers, 32)
         nll = window_nll(load(folder / "model", plan).network, windows).mean()
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
@@ -446,7 +455,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
 
 @pytest.mark.full
 def test_command(folder, tmp_path, capsys, monkeypatch):
-    """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
+    # Far tokens harm this model, so only a price on layers without them makes quantized tokens useful.
     for name, few in (
         ("convert.search.coded_search.CHOICES", (TokenChoice(16, 32), TokenChoice(8, 16))),
         ("zdc_jax.planning.coded_costs.KEY_PRECISIONS", ((1, 4, 0), (1, 8, 0))),
@@ -483,8 +492,8 @@ def test_user_errors_are_one_line(folder, tmp_path, capsys):
     convert(tmp_path / "hf", tmp_path / "bare", progress=False)
     texts = ["--texts", str(folder / "text"), "--context", str(CONTEXT), "--min-retention", "0"]
     for model, flags, named in (
-        (folder / "model", ["--method", "coded", *texts, "--mode", "uniform"], "mode='uniform'"),
-        (folder / "model", ["--method", "coded", *texts, "--objective", "time"], "objective='time'"),
+        (folder / "model", ["--method", "coded", *texts, "--mode", "uniform"], "--mode uniform"),
+        (folder / "model", ["--method", "coded", *texts, "--objective", "time"], "--objective time"),
         (folder / "model", ["--method", "coded", *texts, "--set", "bits_k=4"], "drop --set"),
         (folder / "model", ["--method", "kivi", *texts], "drop --method"),
         (folder / "model", ["--method", "coded", "--max-degradation", "0.1"], "drop --method"),

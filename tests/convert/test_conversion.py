@@ -21,7 +21,7 @@ from hf_variants import VARIANTS, weights, write_sharded, write_tokenizer, write
 from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert, verify_against_transformers
-from convert.hf.export import export_hf, source_tensors
+from convert.hf.export import export_hf, export_tensors
 from convert.hf.weights import SINGLE, HFWeights
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.errors import CheckpointError, ConversionError
@@ -38,7 +38,7 @@ def all_params(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def write_model(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """The GQA variant with these tensors."""
+    """Write the GQA variant with these tensors."""
     write_variant("llama-gqa", folder)
     save_file(tensors, folder / SINGLE)
     return folder
@@ -53,7 +53,7 @@ def test_every_weight_arrives_and_goes_back(name, tmp_path):
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     checkpoint.check()
     params, expected = all_params(checkpoint), weights(VARIANTS[name])
-    found = source_tensors(params, checkpoint.config)
+    found = export_tensors(params, checkpoint.config)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, strict=True)
@@ -122,7 +122,7 @@ def test_dtype_rounds_every_weight_once(dtype, tmp_path):
     write_variant("llama-gqa", tmp_path / "hf")
     checkpoint = convert(tmp_path / "hf", tmp_path / "ours", dtype=dtype, progress=False)
     assert checkpoint.config.dtype == dtype
-    found = source_tensors(all_params(checkpoint), checkpoint.config)
+    found = export_tensors(all_params(checkpoint), checkpoint.config)
     for key, value in weights(VARIANTS["llama-gqa"]).items():
         np.testing.assert_array_equal(found[key], value.astype(dtype), strict=True)
 
@@ -140,7 +140,7 @@ def test_float16_overflow_is_named_and_leaves_nothing(stored, tmp_path):
     tensors = {key: x.astype(stored) for key, x in weights(VARIANTS["llama-gqa"]).items()}
     tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = 70_000
     write_model(tmp_path / "hf", tensors)
-    message = "'model.layers.0.mlp.up_proj.weight' holds values beyond .*dtype='float16'; choose 'bfloat16'"
+    message = "dtype='float16': 'model.layers.0.mlp.up_proj.weight' holds values beyond .*choose 'bfloat16'"
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path / "hf", tmp_path / "ours", dtype="float16", progress=False)
     assert names(tmp_path) == ["hf"]
@@ -148,7 +148,7 @@ def test_float16_overflow_is_named_and_leaves_nothing(stored, tmp_path):
 
 
 def test_unknown_dtype_is_named(tmp_path):
-    with pytest.raises(ConversionError, match=r"dtype='int8' must be one of \('float32', 'bfloat16'"):
+    with pytest.raises(ConversionError, match=r"dtype='int8': must be one of \('float32', 'bfloat16'"):
         convert(tmp_path, tmp_path / "ours", dtype="int8")
 
 
@@ -261,14 +261,14 @@ def test_the_source_is_never_overwritten(output, tmp_path):
     write_variant("llama-gqa", tmp_path / "hf")
     (tmp_path / "link").symlink_to("hf")
     before = names(tmp_path / "hf")
-    with pytest.raises(ConversionError, match="must not be or hold the source"):
+    with pytest.raises(ConversionError, match="must not be or contain the source"):
         convert(tmp_path / "hf", tmp_path / output, overwrite=True, progress=False)
     assert names(tmp_path / "hf") == before
 
 
 def test_verifying_needs_torch(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConversionError, match="--verify needs torch"):
+    with pytest.raises(ConversionError, match="--verify: needs torch"):
         verify_against_transformers(tmp_path, lambda tokens: tokens, vocab_size=9)
 
 
@@ -292,7 +292,7 @@ print(before, peak())
 
 
 def peak_memory(source: Path, small: Path, output: Path) -> tuple[int, int]:
-    """Bytes of a fresh process at its peak, after converting `small` and after converting `source`."""
+    """Return the peak bytes of a fresh process after converting `small` and after converting `source`."""
     command = [sys.executable, "-c", MEASURED, small, source, output]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
@@ -300,7 +300,7 @@ def peak_memory(source: Path, small: Path, output: Path) -> tuple[int, int]:
 
 
 def write_random_llama(folder: Path, config: dict[str, Any], dtype: Any) -> tuple[int, int]:
-    """Writes a Llama one shard a layer; returns the bytes of one layer and of the largest tensor."""
+    """Write a Llama, one shard per layer, and return the bytes of one layer and of the largest tensor."""
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes = {"q_proj": (D, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, D)}
@@ -361,7 +361,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     mebibytes = [round(size / 2**20) for size in (after - before, before, bound, whole)]
     print("{} MiB above {}; bound {}, model {}".format(*mebibytes))
     assert bound < whole / 2
-    assert after - before < bound  # Embeddings as read, turned, and copied once by Orbax.
+    assert after - before < bound  # Embeddings exist as read, transposed, and copied once by Orbax.
 
 
 on_demand = pytest.mark.skipif("ZDC_TEST_7B" not in os.environ, reason="28 GB of disk: set ZDC_TEST_7B")

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as from Hugging Face's folder, and every damage refused by name."""
+"""GGUF files: the same model as from the Hugging Face folder, and damage refused by name."""
 
 import json
 
@@ -27,9 +27,9 @@ from test_gguf_damage import refuse
 from convert.cli.main import main
 from convert.conversion import convert, open_source
 from convert.gguf.reader import read_gguf
-from convert.gguf.settings import llama3_rope
-from convert.gguf.tensors import PIECE, is_supported, read_tensor
-from convert.hf.export import source_tensors
+from convert.gguf.settings import derive_llama3_rope
+from convert.gguf.tensors import CHUNK, is_supported, read_tensor
+from convert.hf.export import export_tensors
 from zdc_jax import Checkpoint, load
 from zdc_jax.errors import ConversionError
 
@@ -42,7 +42,7 @@ SUPPORTED = [kind for kind in Kind if is_supported(kind)]
 @pytest.mark.parametrize("name", VARIANTS_IN_GGUF)
 @pytest.mark.matrix("llama-mha", "granite")
 def test_a_file_is_the_model_of_the_folder(name, tmp_path):
-    """Gemma's norms are rounded once more in files, and Phi-3's attention factor is a float32 there."""
+    # In files, Gemma's norms are rounded once more, and Phi-3's attention factor is a float32.
     folder = write_variant(name, tmp_path / "hf")
     (folder / "config.json").write_text(json.dumps(in_gguf(name).config))
     expected, found = converted(folder), converted(write_variant_gguf(name, tmp_path / "a.gguf"))
@@ -55,8 +55,8 @@ def test_a_file_is_the_model_of_the_folder(name, tmp_path):
     if name != "gemma3":
         assert found.fingerprint == expected.fingerprint
         return
-    values = source_tensors(all_params(found), found.config)
-    for key, value in source_tensors(all_params(expected), expected.config).items():
+    values = export_tensors(all_params(found), found.config)
+    for key, value in export_tensors(all_params(expected), expected.config).items():
         np.testing.assert_allclose(values[key], value, rtol=0, atol=2e-7 if "norm" in key else 0)
 
 
@@ -124,7 +124,9 @@ def test_ends_that_are_no_tokens_are_refused(name, token, tmp_path):
 def test_any_part_of_a_split_file_gives_the_whole(parts, tmp_path):
     whole = converted(write_variant_gguf("llama-gqa", tmp_path / "whole.gguf"))
     write_variant_gguf("llama-gqa", tmp_path / "a.gguf", parts=parts)
-    for part in sorted(tmp_path.glob("a-*.gguf")):
+    written = sorted(tmp_path.glob("a-*.gguf"))
+    assert len(written) == parts
+    for part in written:
         assert converted(part).fingerprint == whole.fingerprint
 
 
@@ -137,7 +139,7 @@ def test_transformers_is_asked_for_the_same_model(tmp_path):
 
 def test_the_folder_of_a_file_is_not_overwritten(tmp_path):
     path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf")
-    with pytest.raises(ConversionError, match="must not be or hold the source"):
+    with pytest.raises(ConversionError, match="must not be or contain the source"):
         convert(path, tmp_path, overwrite=True, progress=False)
 
 
@@ -162,7 +164,7 @@ def test_the_command_converts(tmp_path, capsys):
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
 @pytest.mark.matrix
 def test_every_type_is_dequantised(kind, tmp_path):
-    """To what the package makes of a whole tensor at once."""
+    # The expected values are the gguf package's for whole tensors.
     tensors = gguf_tensors(WIDE.config, weights(WIDE))
     blocks = {name: (kind, random_blocks(kind, x.shape)) for name, x in tensors.items() if x.ndim > 1}
     path = write_gguf(tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), tensors, blocks=blocks)
@@ -172,7 +174,7 @@ def test_every_type_is_dequantised(kind, tmp_path):
     layer = params["layers"][0]
     np.testing.assert_array_equal(params["embeddings"]["tokens"], expected["token_embd.weight"])
     np.testing.assert_array_equal(layer["mlp"]["down"], expected["blk.0.ffn_down.weight"].T)
-    found = source_tensors(params, checkpoint.config)
+    found = export_tensors(params, checkpoint.config)
     again = gguf_tensors(WIDE.config, found)
     for name, value in expected.items():
         np.testing.assert_array_equal(again[name], value)
@@ -185,7 +187,7 @@ def test_quantised_weights_are_near_the_original(kind, tmp_path):
         tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), gguf_tensors(WIDE.config, tensors), kind=kind
     )
     checkpoint = converted(path, dtype="float32")
-    found = source_tensors(all_params(checkpoint), checkpoint.config)
+    found = export_tensors(all_params(checkpoint), checkpoint.config)
     steps = {Kind.Q4_0: 16, Kind.Q8_0: 254, Kind.BF16: 256}[kind]
     for key, value in tensors.items():
         assert np.abs(found[key] - value).max() <= 2.1 * np.abs(value).max() / steps
@@ -216,15 +218,15 @@ def test_rows_are_read_alone_and_in_pieces(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), tensors, kind=Kind.Q5_1)
     tensor = read_gguf(path).tensors["blk.0.ffn_up.weight"]
     whole = read_tensor(tensor)
-    assert whole.size <= PIECE
-    monkeypatch.setattr("convert.gguf.tensors.PIECE", 3 * 256)
+    assert whole.size <= CHUNK
+    monkeypatch.setattr("convert.gguf.tensors.CHUNK", 3 * 256)
     np.testing.assert_array_equal(read_tensor(tensor), whole)
     np.testing.assert_array_equal(read_tensor(tensor, slice(5, 77)), whole[5:77])
 
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Quantised; the largest tensor is counted in float32, as it is dequantised."""
+    # The file is quantized. The largest tensor counts in float32, since it is dequantized.
     config = LLAMA | MIDDLE
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     values = gguf_values(config) | {"vocab_size": V}
@@ -257,13 +259,13 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 
 @pytest.mark.parametrize(("factor", "theta", "head_dim"), [(8.0, 5e5, 128), (32.0, 5e5, 64)])
 def test_factors_of_the_real_llama_3_give_its_settings(factor, theta, head_dim):
-    """By the formula of transformers, whose products are float32."""
+    # The formula is that of transformers, whose products are float32.
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     waves = 2 * np.pi / frequencies
     smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)
     scaled = (1 - smooth) * frequencies / factor + smooth * frequencies
     factors = (frequencies / scaled).astype(np.float32)
-    assert llama3_rope([float(x) for x in factors], theta) == {
+    assert derive_llama3_rope([float(x) for x in factors], theta) == {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
@@ -274,8 +276,8 @@ def test_factors_of_the_real_llama_3_give_its_settings(factor, theta, head_dim):
 
 def test_other_factors_are_refused():
     with pytest.raises(ConversionError, match="not the factors of Llama 3's rotary embedding"):
-        llama3_rope([1.0, 2.0, 1.0, 8.0], 1e4)
-    assert llama3_rope([1.0, 1.0], 1e4) == {"rope_type": "default"}
+        derive_llama3_rope([1.0, 2.0, 1.0, 8.0], 1e4)
+    assert derive_llama3_rope([1.0, 1.0], 1e4) == {"rope_type": "default"}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,10 @@ def test_other_factors_are_refused():
     [
         (np.ones(5, np.float32), r"'rope_freqs.weight' is F32 \(5,\), expected F32 \(6,\)"),
         (np.ones(6, np.float16), "'rope_freqs.weight' is F16"),
-        (np.array([1, 1, 1, 1, 1, np.inf], np.float32), "'rope_freqs.weight' must hold finite numbers > 0"),
+        (
+            np.array([1, 1, 1, 1, 1, np.inf], np.float32),
+            "'rope_freqs.weight' must have finite numbers > 0 only",
+        ),
     ],
 )
 def test_damaged_factors_are_refused(tensor, message, tmp_path):
@@ -300,7 +305,7 @@ def test_factors_beside_another_scaling_are_refused(tmp_path):
     values = gguf_values(config) | {"rope.scaling.factor": 2.0}
     refuse(
         write_gguf(tmp_path / "a.gguf", "llama", values, tensors),
-        r"llama.rope.scaling.type='linear' with factor 2.0 is not supported beside \['rope_freqs.weight'\]",
+        r"llama.rope.scaling.type='linear' with factor 2.0 is not supported together with the tensors",
     )
 
 
@@ -309,5 +314,6 @@ def test_one_of_two_sets_of_factors_is_refused(tmp_path):
     tensors = gguf_tensors(config, weights(VARIANTS["phi3-long"]))
     del tensors["rope_factors_short.weight"]
     refuse(
-        write_gguf(tmp_path / "a.gguf", "phi3", gguf_values(config), tensors), "has no 'rope_factors_short.w"
+        write_gguf(tmp_path / "a.gguf", "phi3", gguf_values(config), tensors),
+        "has no tensor 'rope_factors_short.w",
     )

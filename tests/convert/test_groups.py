@@ -1,4 +1,4 @@
-"""Importance of tokens and groups of layers, against brute force."""
+"""Importance of tokens and groups of layers, compared with brute force."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from zdc_jax.ops.importance import column_sums, token_importance
 
 
 def brute_force(q, k, scale):
-    """Scores [B, N, T, T] with -inf for what is not seen, in float64."""
+    """Compute scores [B, N, T, T] in float64, with -inf for masked keys."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     _, T, N, _ = q.shape
     k = np.repeat(k, N // k.shape[2], axis=2)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what their configs mean, and that every departure is refused by name."""
+"""Hugging Face folders: the meaning of their configs, and refusals by name."""
 
 import ast
 import json
@@ -27,7 +27,7 @@ import convert.conversion
 from convert.conversion import convert as convert_folder
 from convert.hf import families
 from convert.hf.config import parse_config
-from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries, flatten, source_shapes
+from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, flatten, list_entries, list_source_shapes
 from zdc_jax.errors import ConversionError
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes: Any) -> Path:
 
 
 def edit_tensors(folder: Path, **changes: np.ndarray | None) -> Path:
-    """Replaces, adds or (None) removes tensors; `__` stands for a dot."""
+    """Replace, add or (None) remove tensors; `__` stands for a dot."""
     tensors = load_file(folder / SINGLE)
     for name, value in changes.items():
         key = name.replace("__", ".")
@@ -63,10 +63,10 @@ def parse(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def refuse(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converting raises with this message before a writer is even made."""
+    """Assert that conversion raises this message before a writer exists."""
 
     def no_writer(*_: Any, **__: Any) -> None:
-        raise AssertionError("an error that headers could tell came after writing began")
+        raise AssertionError("an error visible in headers came after writing began")
 
     monkeypatch.setattr(convert.conversion, "CheckpointWriter", no_writer)
     with pytest.raises(ConversionError, match=message):
@@ -81,16 +81,16 @@ def refuse(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
     config = parse(name, tmp_path)
     layers = (None, *range(config.num_layers))
-    table = source_shapes(entry for layer in layers for entry in entries(config, layer))
+    table = list_source_shapes(entry for layer in layers for entry in list_entries(config, layer))
     assert table == {key: value.shape for key, value in weights(VARIANTS[name]).items()}
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.list_families())
 def test_families_are_complete(name, tmp_path):
-    """Each has a variant here, and a key for every parameter of some variant, and for no other."""
-    family = families.named(name)
+    # Each family has a variant here, and a key for exactly the parameters of its variants.
+    family = families.get_family(name)
     assert all(vars(family).values())
-    assert families.by_architecture()[family.architecture] == name
+    assert families.list_architectures()[family.architecture] == name
     variants = [each for each, variant in VARIANTS.items() if variant.config["model_type"] == name]
     layer, embeddings = set[str](), set[str]()
     for variant in variants:
@@ -128,7 +128,7 @@ def test_entries_transpose_and_split_heads(path, ours, theirs):
     turned = entry.to_ours(source)
     assert turned.shape == ours
     np.testing.assert_array_equal(entry.to_source(turned), source)
-    if path == ("attention", "q"):  # Head n owns rows 3n … 3n + 2 of the source.
+    if path == ("attention", "q"):  # Head n has rows 3n … 3n + 2 of the source.
         np.testing.assert_array_equal(turned[:, 1], source[3:6].T)
     if path == ("attention", "o"):
         np.testing.assert_array_equal(turned[1], source[:, 3:6].T)
@@ -169,7 +169,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\
 
 
 def deal(folder: Path, count: int) -> dict[str, np.ndarray]:
-    """Replaces the single file by shards; returns the tensors."""
+    """Replace the single file by shards and return the tensors."""
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     write_sharded(folder, tensors, count)
@@ -211,7 +211,7 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
     "missing layer": (lambda p: edit_config(p, num_hidden_layers=3), r"missing keys \(9\): model.layers.2"),
     "shape": (
         lambda p: edit_tensors(p, **{NORM: np.ones(47, np.float32)}),
-        r"'model.norm.weight' has shape \(47,\), the config asks for \(48,\)",
+        r"'model.norm.weight' has shape \(47,\), but the config requires \(48,\)",
     ),
     "integers": (
         lambda p: edit_tensors(p, **{NORM: np.ones(48, np.int8)}),
@@ -221,10 +221,10 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
     "lost shard": (lose_shard, "lacks shards that .*index.json lists: model-00002-of-00003.safetensors"),
     "two shards": (repeat_key, "duplicate key 'lm_head.weight': in model-00001.* in model-00002"),
     "corrupt index": (lambda p: write_index(p, "{"), "cannot read .*index.json"),
-    "empty index": (lambda p: write_index(p, "{}"), "weight_map must list keys"),
+    "empty index": (lambda p: write_index(p, "{}"), "weight_map must map keys"),
     "index of numbers": (
         lambda p: write_index(p, '{"weight_map": {"model.norm.weight": 5}}'),
-        "weight_map must list keys and their shards",
+        "weight_map must map keys to their shards",
     ),
     "shard elsewhere": (
         lambda p: write_index(p, '{"weight_map": {"model.norm.weight": "../hf/config.json"}}'),
@@ -234,10 +234,10 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
         lambda p: ((p / SINGLE).unlink(), (p / SINGLE).mkdir()),
         "cannot read .*model.safetensors",
     ),
-    "empty file": (lambda p: (p / SINGLE).write_bytes(b""), "not a whole safetensors file"),
-    "no tensors": (lambda p: save_file({}, p / SINGLE), "hold no tensors"),
+    "empty file": (lambda p: (p / SINGLE).write_bytes(b""), "damaged or not a safetensors file"),
+    "no tensors": (lambda p: save_file({}, p / SINGLE), "have no tensors"),
     "pointer": (lambda p: (p / SINGLE).write_text(LFS_POINTER), "Git-LFS pointer.*git lfs pull"),
-    "cut off": (cut_off, "model.safetensors is not a whole safetensors file"),
+    "cut off": (cut_off, "model.safetensors is damaged or not a safetensors file"),
     "only .bin": (only_bin, "only .bin weights; .*python -c .*from_pretrained.*hf.*save_pretrained"),
     "no weights": (lambda p: (p / SINGLE).unlink(), "neither model.safetensors nor"),
 }
@@ -262,7 +262,7 @@ def test_the_command_for_bin_weights_survives_the_shell(name, tmp_path):
     only_bin(write_variant("llama-gqa", tmp_path / name))
     with pytest.raises(ConversionError, match=r"only .bin weights") as raised:
         HFWeights(tmp_path / name)
-    python, flag, code = shlex.split(str(raised.value).partition("is installed: ")[2])
+    python, flag, code = shlex.split(str(raised.value).partition("is installed, with: ")[2])
     assert (python, flag) == ("python", "-c")
     loaded = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     assert loaded.count(str(tmp_path / name)) == 2
@@ -282,7 +282,7 @@ def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path)
     tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] = value
     write_variant("llama-gqa", tmp_path / "hf")
     save_file(tensors, tmp_path / "hf" / SINGLE)
-    with pytest.raises(ConversionError, match=r"'model.layers.1.mlp.down_proj.weight' holds NaN or Inf"):
+    with pytest.raises(ConversionError, match=r"'model.layers.1.mlp.down_proj.weight' has NaN or Inf"):
         convert_folder(tmp_path / "hf", tmp_path / "output", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -291,7 +291,7 @@ def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path)
 
 
 def panic(folder: Path) -> None:
-    """A part on which the library panics, which is no `Exception`."""
+    """Write a tokenizer on which the library panics; a panic is not an `Exception`."""
     raw = json.loads((folder / "tokenizer.json").read_text())
     raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     (folder / "tokenizer.json").write_text(json.dumps(raw))
@@ -306,9 +306,9 @@ def number_token(folder: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p / "tokenizer.json").unlink(), "hf has no tokenizer: expected tokenizer.json"),
+        (lambda p: (p / "tokenizer.json").unlink(), "hf has no tokenizer; add tokenizer.json"),
         (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot read the tokenizer of"),
-        (lambda p: write_tokenizer(p, VOCAB + 1), "the tokenizer has 97 tokens.*vocabulary of 96"),
+        (lambda p: write_tokenizer(p, VOCAB + 1), "the tokenizer has 97 tokens, more than the 96 of"),
         (panic, "cannot read the tokenizer of .*precompiled_charsmap"),
         (lambda p: number_token(p, 2**31), "the tokenizer has 2147483649 tokens"),
         (lambda p: number_token(p, -1), "cannot read the tokenizer of"),
@@ -345,12 +345,12 @@ def test_vocab_and_merges_become_a_tokenizer(tmp_path):
 
 
 def test_added_tokens_past_the_vocabulary_are_left_out(tmp_path, caplog):
-    """As Gemma's for images, which text models have no row for."""
+    # An example is Gemma's tokens for images, for which text models have no row.
     path = write_variant("gemma3", tmp_path / "hf") / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<image>"])
     tokenizer.save(str(path))
     checkpoint = convert_folder(tmp_path / "hf", tmp_path / "ours", progress=False)
-    assert "['<image>'] lie past the model's vocabulary of 96 and are left out" in caplog.text
+    assert "tokens ['<image>'], which lie past the model's vocabulary of 96" in caplog.text
     assert checkpoint.tokenizer().get_vocab_size() == VOCAB
     assert checkpoint.tokenizer().encode("w5").ids == [5]

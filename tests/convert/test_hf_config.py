@@ -1,4 +1,4 @@
-"""`config.json`: what it means, back again, and that every departure is refused by name."""
+"""Meaning of `config.json`, its export, and refusals by name."""
 
 import json
 from math import log, sqrt
@@ -8,7 +8,7 @@ import pytest
 from hf_variants import LLAMA3_ROPE, LONGROPE, VARIANTS, YARN, write_variant
 from test_hf import edit_config, parse, refuse
 
-from convert.hf.config import hf_config, parse_config
+from convert.hf.config import export_config, parse_config
 from zdc_jax.config import RopeConfig
 from zdc_jax.errors import ConversionError
 
@@ -65,7 +65,7 @@ def test_meaning_of_configs(name, tmp_path):
 
 
 LAYERS_THAT_SLIDE = {
-    # No context outgrows 128 positions: plans may cut these layers like any other.
+    # No context exceeds 128 positions, so plans may truncate these layers like any other.
     "mistral-idle-window": [None, None],
     "qwen2-sliding": [None, 8],
     "qwen3-sliding": [8, None],
@@ -125,7 +125,7 @@ def test_activations(theirs, ours, tmp_path):
     for name, setting in (("llama-mha", "hidden_act"), ("opt", "activation_function")):
         config = parse(name, tmp_path / name, **{setting: theirs})
         assert config.activation == ours
-        (tmp_path / name / "config.json").write_text(json.dumps(hf_config(config)))
+        (tmp_path / name / "config.json").write_text(json.dumps(export_config(config)))
         assert parse_config(tmp_path / name, "float32") == config
 
 
@@ -150,7 +150,7 @@ def test_end_ids_of_both_files(own, generation, expected, tmp_path):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_hf_config_is_the_inverse(name, tmp_path):
     config = parse(name, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
+    (tmp_path / "config.json").write_text(json.dumps(export_config(config)))
     assert parse_config(tmp_path, config.dtype) == config
 
 
@@ -159,13 +159,13 @@ def test_hf_config_is_the_inverse(name, tmp_path):
     [
         ("opt", {"norm_eps": 1e-6}, "opt models .* no setting for {'norm_eps': 1e-06}"),
         ("llama-mha", {"qkv_bias": True}, "llama models .* no setting for {'out_bias': False}"),
-        ("llama-mha", {"family": "bloom"}, r"family='bloom' must be one of \(.*'llama', .*'opt'"),
+        ("llama-mha", {"family": "bloom"}, r"family='bloom': unknown; must be one of \(.*'llama', .*'opt'"),
     ],
 )
 def test_hf_config_refuses_what_it_cannot_say(name, change, message, tmp_path):
     config = parse(name, tmp_path)
     with pytest.raises(ConversionError, match=message):
-        hf_config(type(config)(**{**vars(config), **change}))
+        export_config(type(config)(**{**vars(config), **change}))
 
 
 # --- Refusals --------------------------------------------------------------------------------------------
@@ -205,12 +205,24 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-yarn", {"rope_scaling": YARN | {"rope_theta": 1}}, "theta=1.0 must be > 1 for kind='yarn'"),
     ("mistral", {"sliding_window": 0}, "window=0 must be an integer >= 1"),
     ("mistral", {"sliding_window": "8"}, "window='8' must be an integer"),
-    ("qwen2-sliding", {"sliding_window": None}, "sliding_window=null must be an integer where layers slide"),
+    (
+        "qwen2-sliding",
+        {"sliding_window": None},
+        "sliding_window=null must be an integer, because",
+    ),
     ("qwen2-sliding", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of 2"),
-    ("gemma3", {"layer_types": ["chunked"] * 3}, r"'chunked' must be one of \['sliding_attention'"),
+    (
+        "gemma3",
+        {"layer_types": ["chunked"] * 3},
+        r"'chunked' is not supported; supported are \['sliding",
+    ),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
     ("gemma3", {"query_pre_attn_scalar": -4}, "scale=.* must be a finite number"),
-    ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "must be given by type of layer"),
+    (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "must have entries by type",
+    ),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "sliding_window=null must be an integer"),
     *((name, {"is_causal": False}, "is_causal=false is not supported") for name in ("qwen2", "opt")),
     ("gemma3-old", {"sliding_window_pattern": 0}, "config.json: .*zero"),
@@ -248,7 +260,7 @@ def test_missing_fields_are_named(name, field, tmp_path, monkeypatch):
         (lambda p: (p / "config.json").unlink(), "hf has no config.json"),
         (lambda p: (p / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda p: (p / "config.json").write_text('{"a":' * 10**5), "cannot read .*nested too deep"),
-        (lambda p: (p / "config.json").write_text("[]"), "must hold a JSON object, found list"),
+        (lambda p: (p / "config.json").write_text("[]"), "must contain a JSON object, found list"),
         (lambda p: p.rename(p.parent / "gone"), "hf is not a folder"),
     ],
 )

@@ -1,4 +1,4 @@
-"""K-means: exact on separated clusters, conserving sums, and converging to the exact moments."""
+"""K-means: exact on separated clusters, with sums conserved, and converging to the exact moments."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from convert.calibration import kmeans as module
 from convert.calibration.calibrate import collect_moments
-from convert.calibration.kmeans import kmeans, kmeans_moments, pruned
+from convert.calibration.kmeans import choose_windows, kmeans, kmeans_moments
 from zdc_jax.errors import CalibrationError
 
 clustered = jax.jit(kmeans, static_argnums=2)
@@ -29,7 +29,7 @@ def gram(centroids, sizes) -> np.ndarray:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), spread=st.sampled_from([0.0, 1e-3, 1.0, 100.0]))
 def test_sizes_and_sums_are_conserved(seed, spread):
-    """Also with equal points, whose spare clusters stay empty."""
+    # With equal points, spare clusters stay empty.
     points = spread * normal(200, 8, seed=seed) + 1
     centroids, sizes = clustered(jax.random.key(seed), jnp.asarray(points), 16)
     assert sizes.sum() == 200
@@ -39,7 +39,7 @@ def test_sizes_and_sums_are_conserved(seed, spread):
 @pytest.mark.parametrize("block", [8192, 7])
 @pytest.mark.matrix
 def test_separated_clusters_are_found(monkeypatch, block):
-    """Means and sizes of four far groups, found from one start in each; blocks do not matter."""
+    # The four groups are far apart, and each has one start. The size of blocks does not matter.
     monkeypatch.setattr(module, "_POINTS_PER_BLOCK", block)
     counts = np.array([5, 10, 15, 20])
     groups = [100 * np.eye(4, dtype=np.float32)[i] + normal(n, 4, seed=i) for i, n in enumerate(counts)]
@@ -86,17 +86,17 @@ def test_iterations_never_raise_the_cost(monkeypatch):
 )
 def test_pruning_keeps_a_share_of_every_topic(sizes, prune, seed):
     topics = np.random.default_rng(seed).permutation(np.repeat([f"t{i}" for i in range(len(sizes))], sizes))
-    kept = pruned(list(topics), prune, seed)
+    kept = choose_windows(list(topics), prune, seed)
     assert (np.diff(kept) > 0).all()
     for i, size in enumerate(sizes):
         count = np.sum(topics[kept] == f"t{i}")
         assert count >= 1
         assert abs(count - size * (1 - prune)) <= 0.5 or count == 1
-    np.testing.assert_array_equal(kept, pruned(list(topics), prune, seed))
+    np.testing.assert_array_equal(kept, choose_windows(list(topics), prune, seed))
 
 
 def test_pruning_depends_on_the_seed():
-    draws = {tuple(pruned(["a"] * 20, 0.5, seed)) for seed in range(5)}
+    draws = {tuple(choose_windows(["a"] * 20, 0.5, seed)) for seed in range(5)}
     assert len(draws) == 5
 
 
@@ -109,7 +109,7 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
     def errors(clusters):
         moments = kmeans_moments(tiny.dense, tokens, ["a"] * 4, clusters=clusters, **options)
         assert (moments.num_tokens, moments.group_size) == (128, tiny.config.group_size)
-        # o is not clustered, and centroids keep every sum.
+        # o is not clustered, and centroids preserve every sum.
         for name in ("o", "o_sum", "q_sum", "k_sum", "v_sum"):
             ours, theirs = getattr(moments, name), getattr(exact, name)
             np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
@@ -128,7 +128,7 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
 @pytest.mark.full
 def test_pruned_windows_are_left_out(tiny_llama: TinyModel):
     tokens, topics = tiny_llama.tokens(4, 16), ["a", "b", "a", "b"]
-    kept = pruned(topics, 0.5, 3)
+    kept = choose_windows(topics, 0.5, 3)
     cluster = partial(kmeans_moments, clusters=32, seed=3, fingerprint="x")
     half = cluster(tiny_llama.dense, tokens, topics, prune=0.5)
     exact = collect_moments(tiny_llama.dense, tokens[kept], fingerprint="x")
@@ -139,5 +139,5 @@ def test_pruned_windows_are_left_out(tiny_llama: TinyModel):
 
 def test_too_few_tokens_are_refused(tiny_llama: TinyModel):
     tokens = tiny_llama.tokens(2, 32)
-    with pytest.raises(CalibrationError, match="clusters=100 exceeds the 32 tokens"):
+    with pytest.raises(CalibrationError, match="clusters=100: exceeds the 32 tokens"):
         kmeans_moments(tiny_llama.dense, tokens, ["a", "a"], prune=0.5, clusters=100, seed=0, fingerprint="x")

@@ -1,4 +1,4 @@
-"""Logits against transformers: golden arrays everywhere, live where torch imports (marker gpu)."""
+"""Logits compared with transformers: golden arrays everywhere, live models with torch (marker gpu)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCES = ("ref-llama-23m", "ref-opt-26m")
 REFERENCE_POSITIONS = [0, 63, 1000, 2047, 4095]
 TOLERANCE = 1e-4
-"""Of the largest |logit|, float32 with exact products."""
+"""Tolerance relative to the largest |logit|, in float32 with exact products."""
 
 
 def golden(file: str, name: str) -> np.ndarray:
-    """Logits of transformers."""
+    """Return the logits of transformers."""
     with np.load(GOLDEN / f"{file}.npz") as arrays:
         return arrays[name]
 
@@ -49,7 +49,7 @@ FAMILIES = (
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.matrix
 def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path):
-    """Folded into a random basis, and with the ring of each layer that slides."""
+    # The weights are folded into a random basis, and each sliding layer has its ring.
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     plan, basis = CompressionPlan.full(checkpoint.config), random_basis(checkpoint)
     positions = VARIANTS[name].max_positions
@@ -103,7 +103,7 @@ def test_a_basis_that_no_plan_folds_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.matrix
+@pytest.mark.full
 def test_reference_models_equal_golden_logits(name, data, tmp_path):
     convert(data / "models" / name, tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", dtype="float32").network

@@ -1,4 +1,4 @@
-"""Profiles against plain attention, the regression against plans of known cost, and `choose_plan`."""
+"""Profiles compared with plain attention, the regression on plans of known cost, and `choose_plan`."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from conftest import TinyModel, calibrated_folder
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.conversion import convert
-from convert.search.fit_predictor import Observations, fit, predicted_nats
+from convert.search.fit_predictor import Observations, fit, predict_nats
 from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
@@ -32,7 +32,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ beside it."""
+    """Return a folder with model/, converted and calibrated, and text/."""
     return calibrated_folder(tmp_path_factory.mktemp("predictor"), CONTEXT)
 
 
@@ -43,7 +43,7 @@ def profile_of(tiny: TinyModel, tokens: np.ndarray) -> Profile:
 
 @pytest.mark.full
 def test_the_profile_is_what_far_keys_write(tiny):
-    """The first layer in float64 with plain softmax, in the rotated basis."""
+    # The reference is the first layer in float64 with plain softmax, in the rotated basis.
     tokens = tiny.tokens(2, 96)
     found = profile_of(tiny, tokens)
     network = tiny.model(whole_plan(tiny.dense.config)).network
@@ -80,7 +80,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
 
 @pytest.mark.matrix
 def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
-    """Against models loaded with plans that keep everything but one layer's distant tokens."""
+    # The reference models keep everything except one layer's far tokens.
     tokens = tiny.tokens(2, 96)
     found = profile_of(tiny, tokens)
     dense = window_nll(tiny.dense, tokens).mean()
@@ -126,7 +126,7 @@ TRUE = Weights(
 
 
 def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
-    """Plans of a made-up model whose costs are those of `TRUE`, with noise."""
+    """Return plans of an invented model whose costs follow `TRUE`, with noise."""
     rng, head_dim = np.random.default_rng(seed), 64
     levels = rank_levels(head_dim)
 
@@ -141,7 +141,7 @@ def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     write = np.ones((layers, 1))
     features = np.array([128]), ranks, write, cost, error(), error()
     empty = Observations(f"m{seed}", rotary, head_dim, *features, plans, np.zeros(60))
-    nats = np.asarray(predicted_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
+    nats = np.asarray(predict_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
     return replace(empty, nats=nats)
 
 
@@ -149,7 +149,7 @@ def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
     models = [observations(seed, 5 + seed, rotary=seed % 2 == 0) for seed in range(4)]
     predictor = fit(models)
     unseen = observations(9, 8, rotary=True)
-    ratio = np.log(np.asarray(predicted_nats(predictor.weights, unseen.features())) / unseen.nats)
+    ratio = np.log(np.asarray(predict_nats(predictor.weights, unseen.features())) / unseen.nats)
     assert np.abs(ratio).mean() < 0.25
     assert 1 <= predictor.margin < 2
     again = Predictor.from_json(predictor.to_json())
@@ -174,7 +174,7 @@ def test_foreign_json_is_refused(tmp_path):
     with pytest.raises(PlanError, match="not a predictor"):
         Predictor.from_json('{"weights": {"cut": [1, 2]}}')
     (tmp_path / "x.json").write_text('{"name": "x"}')
-    with pytest.raises(PlanError, match="no observations"):
+    with pytest.raises(PlanError, match="not a file of observations"):
         Observations.load(tmp_path / "x.json")
 
 
@@ -283,7 +283,7 @@ def test_a_folder_without_profile(folder, tmp_path):
 
 
 def test_a_profile_is_of_its_basis(folder, tmp_path):
-    """One that was written before it kept its basis is of any."""
+    # An old profile without a recorded basis fits any basis.
     checkpoint = Checkpoint.open(folder / "model")
     basis, profile = stored_basis(checkpoint), stored_profile(checkpoint, stored_basis(checkpoint))
     assert profile.basis == basis.coordinates_hash

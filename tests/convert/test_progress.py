@@ -1,4 +1,4 @@
-"""Progress: plain lines where there is no terminal, bars where there is one, and time made up."""
+"""Progress: plain lines without a terminal, bars with one, and a fake clock."""
 
 import itertools
 
@@ -9,14 +9,14 @@ from convert import progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A second passes whenever the time is asked for."""
+    """Replace the clock by one that advances a second per call."""
     seconds = itertools.count()
     monkeypatch.setattr(progress, "monotonic", lambda: next(seconds))
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Standard error is taken for a terminal."""
+    """Make standard error look like a terminal."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")
 

@@ -1,4 +1,4 @@
-"""Search for plans: its arithmetic against brute force, and the whole of it on a tiny model."""
+"""Search for plans: its arithmetic against brute force, and whole runs on a tiny model."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ to search on."""
+    """Return a folder with model/, converted and calibrated, and text/ to search on."""
     return calibrated_folder(tmp_path_factory.mktemp("search"), CONTEXT)
 
 
@@ -54,7 +54,7 @@ def costs_of(rng: np.random.Generator, layers: int, ranks: tuple[int, ...]) -> L
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000), layers=st.integers(1, 4))
 def test_the_path_is_the_lower_hull_of_every_choice(seed, layers):
-    """Where costs add up, no choice of ranks lies below the line through the points of the path."""
+    # Costs add up here, so no choice of ranks lies below the line through the path's points.
     rng, ranks = np.random.default_rng(seed), (16, 32, 48)
     costs = costs_of(rng, layers, ranks)
     choices = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk in ranks for v in ranks)]
@@ -131,7 +131,7 @@ def documents() -> list[TaskDocument]:
 
 @pytest.mark.full
 def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
-    """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
+    # If the limit on perplexity is generous, the limit on tasks decides. The journal remembers both.
     monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
     journal = tmp_path / "journal.jsonl"
     book = TrialBook(folder / "model", windows, documents(), journal=journal)
@@ -157,7 +157,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
         ("window+classes", 7, {"constrained": False}),
     ],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     folder, windows, tmp_path, monkeypatch, mode, trials, more
 ):
@@ -180,15 +180,15 @@ def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     with pytest.raises(Broken):
         Search(TrialBook(folder / "model", windows, journal=journal), options, stop).run()
     with journal.open("a") as file:
-        file.write('{"key": "cut o')  # As a crash in the middle of a write leaves it.
+        file.write('{"key": "cut o')  # A crash in the middle of a write leaves such a line.
     before = journal.read_text().splitlines()[:-1]
     book = TrialBook(folder / "model", windows, journal=journal)
-    book._network = fail_on(before, book._network)  # type: ignore[method-assign]
+    book._make_network = fail_on(before, book._make_network)  # type: ignore[method-assign]
     assert Search(book, options).run() == whole
 
 
 def test_journals_of_version_1_are_read(folder, windows, tmp_path):
-    """Their plans knew no basis; nothing is measured anew."""
+    # Their plans name no basis, and no plan is measured again.
     journal = tmp_path / "journal.jsonl"
     book = TrialBook(folder / "model", windows, journal=journal)
     trial = book.measure(CompressionPlan.uniform(book.config, qk=16, v=32))
@@ -197,12 +197,12 @@ def test_journals_of_version_1_are_read(folder, windows, tmp_path):
     entries[1]["plan"]["format_version"] = 1
     journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     again = TrialBook(folder / "model", windows, journal=journal)
-    again._network = lambda plan: pytest.fail("measured again")  # type: ignore[method-assign]
+    again._make_network = lambda plan: pytest.fail("measured again")  # type: ignore[method-assign]
     assert again.trials == [trial]
 
 
 def fail_on(lines, build):
-    """`build`, but plans that the journal already holds must not come again."""
+    """Wrap `build` so that plans already in the journal fail the test."""
     names = {json.dumps(json.loads(line)["plan"]) for line in lines}
 
     def checked(plan):
@@ -215,9 +215,9 @@ def fail_on(lines, build):
 def test_another_limit_costs_no_trial_twice(folder, windows):
     book = TrialBook(folder / "model", windows)
     Search(book, SearchOptions(0.05, trials=30)).run()
-    count = len(book.seen)
+    count = len(book.measurements)
     Search(book, SearchOptions(0.05, trials=30)).run()
-    assert len(book.seen) == count
+    assert len(book.measurements) == count
 
 
 MINUTES = {"max_degradation": 0.1, "minutes": 0.0}
@@ -226,18 +226,18 @@ IMPOSSIBLE = [{"max_degradation": limit} for limit in (0.0, -1.0, float("nan"))]
 
 @pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}, MINUTES])
 def test_impossible_options_are_named(options):
-    with pytest.raises(PlanError, match="must be >"):
+    with pytest.raises(PlanError, match=r"must be (above 0|at least 1)"):
         SearchOptions(**options)
 
 
 @pytest.mark.parametrize("name", ["mode", "objective"])
 def test_unknown_words_are_named_with_those_allowed(name):
-    with pytest.raises(PlanError, match=rf"{name}='both' must be one of \("):
+    with pytest.raises(PlanError, match=rf"{name}='both': must be one of \("):
         SearchOptions(0.1, **{name: "both"})
 
 
 class FakeBook:
-    """Measures by a formula: 4096 tokens, eight layers, what is dropped of far tokens costs."""
+    """A trial book that measures by a formula: 4096 tokens, eight layers, a cost per dropped coordinate."""
 
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1] * 8, head_dim=64)
     windows = np.zeros((1, 4096), np.int32)
@@ -252,7 +252,8 @@ class FakeBook:
 
 
 def test_time_counts_what_bytes_do_not():
-    """V costs prefill more than Q/K; the ring of a window is a second pass, here for more than it saves."""
+    # V costs prefill more time than Q/K. A window's ring is a second pass, which costs more here than it
+    # saves.
     search = Search(FakeBook(), SearchOptions(0.1, "window+classes", objective="time"))
 
     def size(qk, v, **near):
@@ -260,7 +261,7 @@ def test_time_counts_what_bytes_do_not():
 
     assert size(64, 64) == 1
     assert size(32, 16) < size(16, 32) < 1 < size(32, 32, window=512)
-    with pytest.raises(PlanError, match="takes less time than the dense cache"):
+    with pytest.raises(PlanError, match="smaller in time than the dense cache"):
         search.run()
     best = Search(FakeBook(), SearchOptions(0.05, "uniform", objective="time")).run()
     assert search.size(best.plan) < 1
@@ -282,13 +283,13 @@ def test_class_modes_take_few_trials_and_every_window(mode, windows, constrained
 def test_a_limit_that_nothing_holds_is_said(folder, windows):
     book = TrialBook(folder / "model", windows)
     book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0), {}, 1.0)  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="no plan measured in mode 'uniform' stays within"):
+    with pytest.raises(PlanError, match="mode='uniform': no measured plan stays within"):
         Search(book, SearchOptions(0.01, "uniform")).run()
 
 
 def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
     (tmp_path / "j").write_text('{"key": "x"}\n')
-    with pytest.raises(PlanError, match="line 1 is no entry of a search"):
+    with pytest.raises(PlanError, match="line 1: not an entry of a search journal"):
         TrialBook(folder / "model", windows, journal=tmp_path / "j")
 
 
@@ -304,7 +305,7 @@ def test_a_line_that_was_cut_off_is_dropped_from_a_full_disk(folder, windows, tm
 @pytest.mark.parametrize("name", ["front.json", "front.png"])
 def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, request, name):
     trial = Trial(CompressionPlan.full(CONFIGS["llama"]), 1.0, 0.0, (0.0, 0.0), {}, 1.0)
-    book = SimpleNamespace(trials=[trial], bound=lambda plan: plan, windows=windows, documents=[])
+    book = SimpleNamespace(trials=[trial], bind=lambda plan: plan, windows=windows, documents=[])
     write = partial(write_front, book, trial, SearchOptions(0.1), tmp_path / "front.json")
     write()
     before = (tmp_path / name).read_bytes()
@@ -326,13 +327,13 @@ def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize(("mode", "length"), [("window", 320), ("classes", 256)])
 def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode, length):
-    """Elsewhere token classes give NaN, which no limit holds."""
+    # At other positions, token classes give NaN, which no limit admits.
     monkeypatch.setattr(TokenClasses, "block", 256)
     monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
-    monkeypatch.setattr(flags, "text_windows", lambda *given, **options: (text, ["a", "a"]))
+    monkeypatch.setattr(flags, "draw_windows", lambda *given, **options: (text, ["a", "a"]))
     asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
-    windows, documents = asked._judged_on(Checkpoint.open(folder / "model"))
+    windows, documents = asked._draw_texts(Checkpoint.open(folder / "model"))
     assert windows.shape == (1, 448)
     assert [len(document.context) for document in documents] == [length]
 
@@ -361,10 +362,10 @@ def test_command(folder, tmp_path, capsys):
     assert (front["mode"], front["objective"]) == ("classes", "time")
     capsys.readouterr()
     for extra, message in (
-        (["--qk", "16"], "a search is for the whole plan"),
+        (["--qk", "16"], "a search chooses the whole plan"),
         (["--context", "100000"], "positions"),
-        (["--text-windows", "0"], "windows=0"),
-        (["--max-degradation", "0"], "must be > 0"),
+        (["--text-windows", "0"], "--text-windows 0"),
+        (["--max-degradation", "0"], "--max-degradation 0.0: must be above 0"),
         (["--min-retention", "1"], "must be in"),
         (["--min-retention", "0.9"], "is too short for tasks"),
     ):
@@ -377,7 +378,7 @@ def test_command(folder, tmp_path, capsys):
 
 
 def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, capsys):
-    """It takes more than all of them here, and no plan is begun."""
+    # The unmodified model alone takes longer than the limit, so no plan is begun.
     clock = [0.0]
 
     def slow(*_, **__):
@@ -389,11 +390,14 @@ def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, 
     monkeypatch.setattr(flags, "TrialBook", slow)
     arguments = ["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--texts", str(folder / "text")]
     assert main([*arguments, "--mode", "uniform", "--min-retention", "0", "--minutes", "1"]) == 2
-    assert "no plan measured in mode 'uniform'" in capsys.readouterr().err
+    assert "--mode uniform: no measured plan" in capsys.readouterr().err
 
 
 class Line:
-    """Plans 0, 1, … of falling size; the first `within` hold the limit. The best so far is `best`."""
+    """Plans 0, 1, … of falling size, of which the first `within` meet the limit.
+
+    `best` is the best so far.
+    """
 
     allowed = 1.0
 
@@ -418,12 +422,12 @@ class Line:
 
 @given(count=st.integers(0, 200), data=st.data())
 def test_the_last_plan_within_the_limit_is_found_from_any_guess(count, data):
-    """In few trials where the guess is near."""
+    # A close guess needs few trials.
     within = data.draw(st.integers(0, count))
     guess = data.draw(st.none() | st.integers(0, max(count - 1, 0)))
     best = data.draw(st.none() | st.integers(0, max(within - 1, 0))) if within else None
     line = Line(within, best)
-    Search.last_within(line, range(count), guess)
+    Search.find_last_within(line, range(count), guess)
     assert line.best == (within - 1 if within else None)
     assert len(set(line.tried)) == len(line.tried) <= 17
     if guess is not None:

@@ -1,4 +1,4 @@
-"""`zdc serve` as a client sees it: a process of its own, on a model of a converted folder."""
+"""`zdc serve` as a client sees it: a separate process on a converted model."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """The process and its address."""
+    """Start the server; yield its process and address."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
@@ -44,21 +44,23 @@ def served(folder):
 @pytest.mark.skipif(find_spec("ray") is not None, reason="ray is installed")
 def test_replicas_without_ray_are_one_line(folder, capsys):
     assert main(["serve", str(folder), "--replicas", "2"]) == 2
-    assert capsys.readouterr().err == "error: --replicas needs ray; run: pip install 'zdc-jax[ray]'\n"
+    assert capsys.readouterr().err == "error: --replicas 2: needs ray; run: pip install 'zdc-jax[ray]'\n"
 
 
 def test_replicas_on_a_mesh_are_refused(folder, capsys):
     assert main(["serve", str(folder), "--replicas", "2", "--mesh", "model=2"]) == 2
-    assert capsys.readouterr().err == "error: mesh='model=2' and replicas=2: a replica has one device\n"
+    assert capsys.readouterr().err == (
+        "error: --mesh model=2: not with --replicas 2, as each has one device; drop one flag\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--max-sequences", "0", "max_sequences=0 must be at least 1"),
-        ("--chunk", "0", "chunk=0 must be a power of two"),
-        ("--decode-steps", "0", "decode_steps=0 must be at least 1"),
-        ("--max-model-len", "257", "max_model_len=257 must be at most 256, the model's positions"),
+        ("--max-sequences", "0", "--max-sequences 0"),
+        ("--chunk", "0", "--chunk 0"),
+        ("--decode-steps", "0", "--decode-steps 0"),
+        ("--max-model-len", "257", "--max-model-len 257"),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
@@ -72,11 +74,11 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--port", "99999", "port=99999 must be 0 to 65535"),
-        ("--port", "-5", "port=-5 must be 0 to 65535"),
-        ("--replicas", "0", "replicas=0 must be at least 1"),
-        ("--drain-seconds", "nan", "drain_seconds=nan must be a finite number >= 0"),
-        ("--drain-seconds", "-1", "drain_seconds=-1.0 must be a finite number >= 0"),
+        ("--port", "99999", "--port 99999: must be 0 to 65535"),
+        ("--port", "-5", "--port -5: must be 0 to 65535"),
+        ("--replicas", "0", "--replicas 0: must be at least 1"),
+        ("--drain-seconds", "nan", "--drain-seconds nan: must be a finite number, at least 0"),
+        ("--drain-seconds", "-1", "--drain-seconds -1.0: must be a finite number, at least 0"),
     ],
 )
 def test_numbers_are_refused_before_the_model_is_loaded(folder, capsys, monkeypatch, flag, value, message):
@@ -91,11 +93,11 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
         port = taken.getsockname()[1]
         assert main(["serve", str(folder), "--port", str(port)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: cannot listen at host='127.0.0.1', port={port}: ")
+    assert line.startswith(f"error: cannot listen on --host 127.0.0.1 --port {port}: ")
     assert "in use" in line
-    for host in ("192.0.2.1", "no such host", "a" * 64):  # The first is nobody's.
+    for host in ("192.0.2.1", "no such host", "a" * 64):  # The first address belongs to no machine.
         assert main(["serve", str(folder), "--host", host, "--port", "0"]) == 2
-        assert f"cannot listen at host={host!r}, port=0: " in capsys.readouterr().err
+        assert f"cannot listen on --host {host} --port 0: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])

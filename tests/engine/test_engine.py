@@ -1,4 +1,4 @@
-"""Answers of an engine are those of `generate` for each request alone, whatever else is under way."""
+"""Answers of an engine: equal to `generate` for each request alone, whatever else runs."""
 
 import copy
 import threading
@@ -25,12 +25,12 @@ from zdc_jax.loading import LanguageModel
 from zdc_jax.plan import CompressionPlan
 
 TWO_LAYERS = replace(LLAMA, layers=LLAMA.layers[:2])
-"""Each program of an engine has all layers, and compiling it takes the time."""
+"""A model of two layers, since each of an engine's programs compiles all layers."""
 CONFIG = EngineConfig(max_sequences=3, max_model_len=160, page=16, chunk=32, decode_steps=4)
 
 
 class Listener:
-    """All events of one request, in order. The engine stands still while `at_first` runs."""
+    """All events of one request, in order. The engine waits while `at_first` runs."""
 
     def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
         self.events: list[Event] = []
@@ -47,7 +47,7 @@ class Listener:
             self.at_first()
 
     def tokens(self) -> tuple[int, ...]:
-        """Of the whole answer, once it has ended."""
+        """Return the tokens of the whole answer, once it has ended."""
         assert self.ended.wait(120)
         return tuple(token for event in self.events for token in event.tokens)
 
@@ -69,9 +69,9 @@ def tiny() -> TinyModel:
 
 @pytest.fixture(scope="module")
 def model(tiny) -> LanguageModel:
-    """Window and ranks."""
+    """Return a model with a window and ranks."""
     plan = CompressionPlan.uniform(TWO_LAYERS, qk=16, v=16, sinks=2, window=16)
-    return replace(tiny.model(plan, tiny.basis()), basis=None)  # Whose context is short.
+    return replace(tiny.model(plan, tiny.basis()), basis=None)  # The basis has a short context.
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
     drawn = [replace(request, sampling=Sampling(0.7, seed=i)) for i, request in enumerate(long)]
     urgent, hurried = EngineRequest((7, 8, 9), 5, ignore_eos=True), Listener()
-    # It comes when the third of three rows has its first token.
+    # The urgent request comes when the third of three sequences has its first token.
     listeners = [Listener(), Listener(), Listener(lambda: engine.submit(urgent, hurried)), Listener()]
     for request, listener in zip(drawn, listeners, strict=True):
         engine.submit(request, listener)
@@ -128,7 +128,7 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
 
 def test_nothing_compiles_once_it_runs(engine, tiny):
     ask(engine, requests_of(tiny, 1)[0]).tokens()
-    jax.clear_caches()  # Else nobody sees single operations between programs, which others ran before.
+    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, seconds, **_: (
@@ -147,7 +147,7 @@ def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
     following = EngineRequest((*text, 5, 6, 7), 9, ignore_eos=True)
     again = ask(engine, following)
     assert again.tokens() == alone(model, following)
-    assert again.events[0].cached_tokens == 48, "the last whole page of the prompt: its window was kept there"
+    assert again.events[0].cached_tokens == 48, "the prompt's last whole page has a snapshot"
     other = ask(engine, EngineRequest((*text, 5, 6, 7), 2, ignore_eos=True, salt="another"))
     other.tokens()
     assert other.events[0].cached_tokens == 0
@@ -192,7 +192,7 @@ def test_logprobs_are_those_of_the_model(engine, model):
 
 
 def test_no_likeliest_ones_are_still_a_logprob(engine):
-    """Of each token; a neighbour that draws, and one that asks for nothing, change no number."""
+    # Sequences that sample or ask for no logprobs change no numbers of their neighbours.
     request = EngineRequest(tuple(range(3, 40)), 6, logprobs=0, ignore_eos=True)
     alone = ask(engine, request)
     alone.tokens()
@@ -224,7 +224,7 @@ def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(en
 
 def test_logprobs_of_a_prompt_are_those_of_the_model(engine, model, tiny):
     prompt = tuple(np.random.default_rng(1).integers(3, LLAMA.vocab_size, 90).tolist())
-    ask(engine, EngineRequest(prompt, 2)).tokens()  # Its pages are there, and must not be taken over.
+    ask(engine, EngineRequest(prompt, 2)).tokens()  # Its pages exist and must not be shared.
     request = EngineRequest(prompt, 3, logprobs=2, prompt_logprobs=True, ignore_eos=True)
     scored, *others = [ask(engine, each) for each in (request, *requests_of(tiny, 3, seed=5))]
     assert scored.tokens() == alone(model, request)
@@ -242,18 +242,16 @@ def test_logprobs_of_a_prompt_are_those_of_the_model(engine, model, tiny):
     best = EngineRequest((*prompt[:40], found[39].top[0][0]), 1, logprobs=0, prompt_logprobs=True)
     listener = ask(engine, best)
     listener.tokens()
-    assert listener.events[0].prompt_logprobs[-1].logprob == found[39].top[0][1], (
-        "the same number, not nearly"
-    )
+    assert listener.events[0].prompt_logprobs[-1].logprob == found[39].top[0][1], "exactly equal"
 
 
 def test_a_prompt_that_is_read_again_is_told_of_once(model):
-    """As after a preemption, from the beginning and in other pieces."""
+    # A preemption restarts the prompt from the beginning, in other chunks.
     told, prompt = [], tuple(range(3, 13))
     job = Job(model, EngineRequest(prompt, 3, logprobs=1, prompt_logprobs=True), told.append, Job.cancel)
 
     def scores(begin: int, end: int) -> Scores:
-        """Told by their positions; behind the piece stands what must not be looked at."""
+        """Return scores that identify their positions, with NaN after the chunk."""
         positions = np.arange(begin + 1, begin + 9, dtype=np.float32)
         positions[end - begin :] = np.nan
         return Scores(-positions, np.zeros((8, 5), np.int32), np.zeros((8, 5), np.float32))
@@ -401,11 +399,11 @@ def test_a_prefix_is_shared_by_requests_at_once(engine, model):
     listeners = [ask(engine, request) for request in requests]
     for request, listener in zip(requests, listeners, strict=True):
         assert listener.tokens() == alone(model, request)
-    assert listeners[-1].events[0].cached_tokens == 48, "once two were the same, the window there was kept"
+    assert listeners[-1].events[0].cached_tokens == 48, "two equal prefixes lead to a snapshot"
 
 
 def test_requests_make_room_for_one_another_where_pages_run_out(model):
-    """Room for one and a half requests; all of them grow."""
+    # Pages suffice for one and a half requests, and all requests grow.
     config = replace(CONFIG, cache_tokens=240, reuse=False)
     requests = [EngineRequest(tuple(range(3 + i, 60)), 90, ignore_eos=True, priority=i % 2) for i in range(5)]
     with Engine(model, config) as engine:
@@ -473,7 +471,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
     plan = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
@@ -492,11 +490,11 @@ def test_answers_of_other_caches_are_those_of_generate(tiny, name):
 
 
 def test_every_piece_is_waited_for(engine, monkeypatch):
-    """Else pieces are started far ahead, and a short request waits for all of a long prompt."""
+    # Otherwise chunks would be queued far ahead, and a short request would wait for a whole long prompt.
     waited, deliver = [], engine._deliver
     monkeypatch.setattr(engine, "_deliver", lambda results: (waited.append(len(results)), deliver(results)))
     ask(engine, EngineRequest(tuple(range(96, 2, -1)), 1, ignore_eos=True)).tokens()
-    assert [count for count in waited if count] == [1, 1, 1, 1], "the last in two, the window is kept there"
+    assert [count for count in waited if count] == [1, 1, 1, 1], "a snapshot splits the last chunk"
 
 
 def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatch):

@@ -1,4 +1,4 @@
-"""An answer that another engine began goes on as if one engine had given all of it."""
+"""Answers that another engine began: they continue as if one engine had generated all tokens."""
 
 import threading
 from dataclasses import replace
@@ -21,12 +21,12 @@ REQUESTS = {
     "log-probabilities": EngineRequest(PROMPT, 12, ignore_eos=True, logprobs=2),
 }
 MATRIX = pytest.mark.matrix
-"""All tests are drawn alike: starting the engine is what takes time."""
+"""Selects all tests alike, because only starting the engine takes time."""
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """Half characters at the end of most tokens, since each is a byte; an event has one token."""
+    """Yield an engine with one token per event; most tokens end within a character, since each is a byte."""
     config = replace(LLAMA, layers=LLAMA.layers[:2])
     tiny = TinyModel(config)
     plan = CompressionPlan.uniform(config, qk=16, v=16, sinks=2, window=16)
@@ -49,13 +49,13 @@ def answer(engine: Engine, request: EngineRequest) -> list[Event]:
 
 
 def told(events: list[Event]) -> tuple[tuple[int, ...], str]:
-    """Tokens and text of some events."""
+    """Return the tokens and text of some events."""
     tokens = tuple(token for event in events for token in event.tokens)
     return tokens, "".join(event.text or "" for event in events)
 
 
 def resumed_at_each_token(engine: Engine, request: EngineRequest) -> list[Event]:
-    """The whole answer, after each of whose events the rest was checked."""
+    """Return the whole answer, after checking resumption after each event."""
     whole = answer(engine, request)
     for count in range(1, len(whole)):
         rest = answer(engine, replace(request, generated=told(whole[:count])[0]))

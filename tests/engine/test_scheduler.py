@@ -1,4 +1,4 @@
-"""The scheduler by itself: whatever comes, every token of every request is read once and in its order."""
+"""The scheduler alone: each token of each request is read once and in order, whatever requests come."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,10 @@ PAGE = 4
 
 
 class Device:
-    """Pages as a cache would hold them, and of each row how far its ring is: it goes on only from there."""
+    """A fake device: contents of pages, and the tokens in each row's ring.
+
+    A row continues only from the end of its ring.
+    """
 
     def __init__(self, pages: int, page: int, rows: int, rings: bool):
         self.page, self.rings = page, rings
@@ -27,7 +30,7 @@ class Device:
         return tuple(self.pages[work.pages[i // self.page]][i % self.page] for i in range(count))
 
     def run(self, plan: Plan, budget: int, alignment: int) -> list[tuple[Work, int]]:
-        """Does a step; gives the works that got tokens, and how many."""
+        """Execute a step and return each work that got tokens, and how many."""
         assert sum(chunk.end - chunk.begin for chunk in plan.chunks) <= budget
         for work, slot in plan.restored:
             self.ring[work.row] = self.tails[slot]
@@ -38,7 +41,7 @@ class Device:
         for work in plan.decode:
             text = work.prompt + tuple(work.output)
             there = len(text) - 1
-            assert all(work is not one for one, _ in made), "its first token is not chosen yet"
+            assert all(work is not one for one, _ in made), "its first token is not sampled yet"
             assert self.held(work, there) == text[:there]
             assert not self.rings or self.ring[work.row] == text[:there]
             steps = min(plan.steps, work.max_tokens - len(work.output))
@@ -50,7 +53,7 @@ class Device:
         work = chunk.work
         assert chunk.begin < chunk.end <= len(work.text)
         assert chunk.begin % alignment == 0
-        assert self.held(work, chunk.begin) == work.text[: chunk.begin], "what was read before is there"
+        assert self.held(work, chunk.begin) == work.text[: chunk.begin], "earlier tokens are cached"
         assert not (self.rings and chunk.begin) or self.ring[work.row] == work.text[: chunk.begin]
         self.write(work, chunk.begin, work.text[chunk.begin : chunk.end])
         self.ring[work.row] = work.text[: chunk.end]
@@ -60,7 +63,7 @@ class Device:
         return [(work, 1)] if chunk.last else []
 
     def learn(self, work: Work) -> None:
-        """What was decoded is known now; the newest token is not in the cache yet."""
+        """Record the decoded tokens; the newest token is not in the cache yet."""
         text = (work.prompt + tuple(work.output))[:-1]
         begin = len(work.text)
         self.write(work, begin, text[begin:])
@@ -72,8 +75,8 @@ REQUESTS = st.lists(
         st.integers(1, 40),  # Tokens of the prompt,
         st.integers(1, 9),  # to generate,
         st.integers(0, 2),  # priority,
-        st.integers(0, 6),  # the step before which it comes,
-        st.integers(-1, 12),  # and before which it is cancelled, if it still runs.
+        st.integers(0, 6),  # the step before which the request comes,
+        st.integers(-1, 12),  # and the step before which it is cancelled, if it still runs.
     ),
     min_size=1,
     max_size=12,
@@ -99,7 +102,7 @@ def test_all_requests_end_and_every_token_is_read_once_in_order(
     )
     device, works = Device(pages, PAGE, rows, rings=tails is not None), []
     for index, (length, tokens, priority, _, _) in enumerate(requests):
-        # Few different prompts, so that some go on from others.
+        # Prompts are few, so that some continue others.
         works.append(Work(tuple(range(length)), tokens, priority, salt=str(index % 2)))
     ended, step = set(), 0
     while len(ended) < len(works):
@@ -140,7 +143,7 @@ def scheduler_of(rows: int, budget: int, pages: int = 64, **options) -> Schedule
 
 
 def test_a_step_has_one_piece_of_a_text():
-    """What stops at a mark goes on in the next step, and others' texts have its room."""
+    # A text that stops at a mark continues in the next step, and other texts get its room.
     scheduler = scheduler_of(3, 16, tails=4)
     marked, other = Work(tuple(range(10)), 1), Work(tuple(range(20, 40)), 1)
     for work in (marked, other):
@@ -183,7 +186,7 @@ def test_a_long_prompt_gets_on_however_many_short_ones_come():
 
 
 def test_prompts_that_come_together_end_one_after_another():
-    """Taking turns, all would end with the last."""
+    # With round-robin, all prompts would end at the last step.
     scheduler = scheduler_of(4, 8)
     works = [Work(tuple(range(32)), 1) for _ in range(4)]
     for work in works:
@@ -217,9 +220,9 @@ def test_rows_decode_while_a_prompt_is_read():
     scheduler = scheduler_of(2, 8, steps=4)
     first = Work((1, 2), 100)
     scheduler.add(first)
-    assert not scheduler.plan().decode, "its first token is chosen behind its last piece"
+    assert not scheduler.plan().decode, "its first token is sampled after its last chunk"
     plan = scheduler.plan()
-    assert (plan.decode, plan.steps) == ((first,), 4), "nobody waits"
+    assert (plan.decode, plan.steps) == ((first,), 4), "no request waits"
     scheduler.add(Work(tuple(range(50)), 1))
     for _ in range(6):
         plan = scheduler.plan()
@@ -236,7 +239,7 @@ def test_no_call_has_more_steps_than_any_row_has_tokens_left():
 
 
 def after(scheduler: Scheduler, prompt: tuple[int, ...], output: list[int], salt: str = "") -> Work:
-    """A request that was served."""
+    """Serve a request to its end."""
     work = Work(prompt, len(output), salt=salt)
     scheduler.add(work)
     while work.row is None or work.is_prefilling:
@@ -252,7 +255,7 @@ def test_a_prompt_that_begins_alike_reads_the_rest_alone():
     for prompt, cached in [
         (tuple(range(10)), 8),  # Two whole pages;
         ((*range(10), 20, 21, 30), 12),  # a third with what was generated;
-        (tuple(range(8)), 4),  # of all that is there one page is read again, for a token must be;
+        (tuple(range(8)), 4),  # if all is cached, one page is read again, because a token must be;
         ((*range(6), 30, 31, 32), 4),
     ]:
         work = Work(prompt, 1)
@@ -285,7 +288,7 @@ def test_with_rings_a_text_goes_on_where_one_was_kept():
     scheduler.add(second)
     plans = [scheduler.plan() for _ in range(3)]
     assert not any(plan.restored for plan in plans)
-    # Its first page was the same as before; it and the last are copied.
+    # Its first page equals an earlier one; that page and the last are copied.
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 12)], [(12, 13)]]
     assert [plan.chunks[0].tail is not None for plan in plans] == [True, True, False]
     scheduler.end(second)
@@ -334,7 +337,7 @@ def test_long_texts_of_which_nothing_is_there_are_read_at_once():
     scheduler.end(long)
     following = Work((*range(16), 50, *range(12)), 1)
     scheduler.add(following)
-    assert lengths(scheduler.plan()) == [(16, 24)], "the rest of a text comes in pieces"
+    assert lengths(scheduler.plan()) == [(16, 24)], "the rest of a text comes in chunks"
 
 
 def test_keys_are_of_all_that_is_before():
@@ -356,7 +359,7 @@ def test_pages_that_were_longest_unused_go_first():
     assert pool.allocate(1) == other
     assert pool.find([b"a", b"b"]) == one
     pool.allocate(1)
-    assert pool.find([b"a", b"b"]) == one[:1], "ends of texts go before their beginnings"
+    assert pool.find([b"a", b"b"]) == one[:1], "ends of texts are evicted before their beginnings"
 
 
 def test_tails_that_were_longest_unused_go_first():

@@ -1,4 +1,4 @@
-"""Agreement against greedy runs of each model alone, and KL against plain log-softmax of whole sequences."""
+"""Agreement with greedy runs of each model alone, and KL with plain log-softmax of whole sequences."""
 
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ S = 64
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyModel:
-    """Without a stop token."""
+    """Return a tiny model without a stop token."""
     return TinyModel(replace(LLAMA, eos_ids=()))
 
 
 def greedy(network, context: np.ndarray, stop: tuple[int, ...] = ()) -> list[int]:
-    """Token by token, each from the whole sequence, which is padded behind."""
+    """Generate token by token, each from the whole sequence, padded at its end."""
     tokens = np.zeros((1, S + CONTINUED), np.int32)
     tokens[0, :S] = context
     for at in range(S, S + CONTINUED):
@@ -75,7 +75,7 @@ def test_a_plan_departs_where_greedy_runs_do(tiny: TinyModel):
 
 @pytest.mark.full
 def test_continuations_end_at_stop_tokens(tiny: TinyModel):
-    """The stop token is one that the unmodified model says before long."""
+    # The stop token is one that the unmodified model soon generates.
     contexts = tiny.tokens(2, S)
     said = [greedy(tiny.dense, context) for context in contexts]
     stop = (said[0][5],)

@@ -1,4 +1,4 @@
-"""Answers against whole sequences, context and question together, without a cache."""
+"""Answers compared with whole sequences of context and question, without a cache."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ S = 64
 
 
 def questions(tiny: TinyModel, count: int) -> list[Question]:
-    """Of different lengths; what counts of them has gaps."""
+    """Return questions of different lengths, whose answers have gaps."""
     rng = np.random.default_rng(1)
     made = []
     for row, length in enumerate(rng.integers(2, 45, count)):
@@ -24,7 +24,7 @@ def questions(tiny: TinyModel, count: int) -> list[Question]:
 
 
 def plainly(network, context: np.ndarray, question: Question) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of the answer, float64, and whether it is the argmax."""
+    """Return float64 log-probabilities of the answer, and whether each token is the argmax."""
     tokens = np.concatenate([context, question.tokens])
     logits = np.asarray(network(jnp.asarray(tokens[None])), np.float64)[0]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
@@ -48,7 +48,7 @@ def test_equals_whole_sequences(tiny: TinyModel, protocol, monkeypatch):
     contexts, asked = tiny.tokens(3, S), questions(tiny, 6)
     hidden, cache = read_contexts(tiny.dense, contexts, room=64, protocol=protocol)
     np.testing.assert_allclose(hidden, tiny.dense.hidden(jnp.asarray(contexts))[:, -1], rtol=1e-3, atol=1e-3)
-    for some in (asked[:3], asked[3:]):  # The second are asked of the same cache.
+    for some in (asked[:3], asked[3:]):  # The second batch of questions uses the same cache.
         check(tiny.dense, contexts, some, answers(tiny.dense, cache, some))
 
 

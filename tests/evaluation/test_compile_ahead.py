@@ -1,4 +1,4 @@
-"""Layers compiled side by side are not compiled again, and what is read stays the same."""
+"""Layers compiled in parallel: no second compilation, and the same results."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def compiled() -> int:
 
 @pytest.fixture
 def by_layer(tiny_llama: TinyModel):
-    """Every layer of another kind."""
+    """Return a network in which every layer is of another kind."""
     H = tiny_llama.config.head_dim
     kinds = (H, H), (16, H), (H, 16), (16, 16)
     ranks = [LayerRanks(*pair) for pair in kinds[: tiny_llama.config.num_layers]]
@@ -71,14 +71,14 @@ def test_layers_that_follow_others_are_left_out(tiny_llama):
 
 
 def test_short_memory_takes_fewer_at_a_time(by_layer, monkeypatch):
-    """One reading has room, two have not."""
+    # Memory suffices for one reading, but not for two.
     monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
     room, read = threading.Semaphore(1), []
 
     def reading(network):
         if not room.acquire(blocking=False):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
-        time.sleep(0.1)  # For the others to come.
+        time.sleep(0.1)  # The other threads arrive meanwhile.
         room.release()
         read.append(network.layer_caches)
 

@@ -1,4 +1,4 @@
-"""What is put together: a plan equal to dense loses nothing, and reading stops when enough is known."""
+"""Evaluation as a whole: a plan equal to dense loses nothing, and reading stops once results are precise."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     for task in report.tasks.values():
         assert task.retention == pytest.approx(1, abs=1e-5)
         assert task.score == task.dense
-        assert task.documents == 9  # The first multiple of the batch that is enough.
+        assert task.documents == 9  # 9 is the first multiple of the batch that suffices.
     assert report.agreement.contexts == 9
     assert report.tasks["copy@128"].by_depth is None
     assert sum(quarter.questions for quarter in report.tasks["passkey"].by_depth if quarter) == 9
@@ -89,7 +89,7 @@ real = module.answer_questions
 )
 @pytest.mark.matrix
 def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, documents):
-    """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
+    # Answers are invented, with known noise; a standard error of 0.05 / √40 is known within 0.02.
     rng = np.random.default_rng(0)
 
     def answered(network, cache, batch):

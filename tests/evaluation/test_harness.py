@@ -1,5 +1,5 @@
-"""lm-eval asks the model through its own evaluator, on tasks of our own; nothing is downloaded."""
-# ruff: noqa: E402 (what needs lm-eval comes behind what skips without it)
+"""lm-eval's own evaluator on our model and on tasks of our own, without downloads."""
+# ruff: noqa: E402 (imports that need lm-eval follow the skip without it)
 
 import json
 import math
@@ -60,12 +60,12 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ with a chat template, plan.json, and tasks/ with their documents."""
+    """Return a folder with model/ with a chat template, plan.json, and tasks/ with their documents."""
     folder = tmp_path_factory.mktemp("harness")
     source = write_variant(VARIANT, folder / "hf")
     (source / "config.json").write_text(json.dumps(VARIANTS[VARIANT].config | {"bos_token_id": 0}))
     tokenizer = json.loads(chat_tokenizer().to_str())
-    del tokenizer["model"]["vocab"]["[96]"]  # No text has it, nor has the model.
+    del tokenizer["model"]["vocab"]["[96]"]  # Neither texts nor the model have this token.
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     (source / "chat_template.jinja").write_text(CHATML)
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -113,7 +113,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 
 
 def log_softmax(model: LanguageModel, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities [128, V] in float64 behind at most 128 tokens, of a forward pass without a cache."""
+    """Return float64 log-probabilities [128, V] after at most 128 tokens, without a cache."""
     padded = np.zeros((1, 128), np.int32)
     padded[0, : len(tokens)] = tokens
     logits = np.asarray(_whole(model.network, padded), np.float64)[0]
@@ -121,7 +121,7 @@ def log_softmax(model: LanguageModel, tokens: list[int]) -> np.ndarray:
 
 
 def log_probs(model: LanguageModel, context: list[int], continuation: list[int]) -> np.ndarray:
-    """Log-probabilities [C] of a continuation."""
+    """Return log-probabilities [C] of a continuation."""
     log_p = log_softmax(model, [*context, *continuation[:-1]])[len(context) - 1 :]
     return log_p[np.arange(len(continuation)), continuation]
 
@@ -158,7 +158,7 @@ def test_whole_texts_are_scored_behind_the_first_token_of_all(model, evaluated):
 
 
 def test_long_texts_go_in_windows(model, harness):
-    """Of 128 positions: each token is scored once, behind as many as fit."""
+    # Windows have 128 positions, and each token is scored once, after as many as fit.
     tokens = ids(3 * TEXT)
     assert 128 < len(tokens) < 256
     first, rest = tokens[:128], tokens[128:]
@@ -169,7 +169,7 @@ def test_long_texts_go_in_windows(model, harness):
 
 
 def test_greedy_continuations_are_said_to_be(model, harness):
-    """And a context that is too long loses its beginning."""
+    # A context that is too long loses its beginning.
     context = 3 * TEXT
     done = generate(model, ids(context)[-120:], 3, stop_tokens=()).completions[0]
     given = [(None, ids(context)[-120:], list(done.tokens)), (None, ids(context), [4])]

@@ -1,4 +1,4 @@
-"""Scores of continuations against plain log-softmax in float64 of a forward pass without a cache."""
+"""Scores of continuations, compared with plain float64 log-softmax of a forward pass without a cache."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ NEAR = {"window": 8, "sinks": 2}
 SHORT = replace(LLAMA, layers=LLAMA.layers[:2])
 SMALL_OPT = replace(OPT, layers=OPT.layers[:2])
 LENGTHS = ((1, 1), (70, 3), (40, 30), (5, 1), (31, 2), (1, 77), (64, 1))
-"""Of context and continuation; some begin, end or lie between pieces of 32 tokens."""
+"""Lengths of context and continuation; some begin, end or lie between chunks of 32 tokens."""
 
 
 def classes(config: ModelConfig) -> CompressionPlan:
@@ -55,7 +55,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 
 
 def plain(model: LanguageModel, context: list[int], continuation: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [C] in float64, and the likeliest tokens [C]."""
+    """Return log-probabilities [C] in float64, and the likeliest tokens [C]."""
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, : len(context) + len(continuation)] = [*context, *continuation]
     logits = np.asarray(_whole(model.network, tokens), np.float64)[0, len(context) - 1 :][: len(continuation)]
@@ -79,7 +79,7 @@ def test_equals_a_pass_without_a_cache(model, batch):
 
 @pytest.mark.matrix
 def test_what_is_likeliest_is_greedy(model):
-    """Tokens of greedy decoding are said to be so, and no others; here those of the forward pass."""
+    # Only tokens of greedy decoding are marked as greedy; here they come from the forward pass.
     context = pairs_of(model)[1][0]
     best = plain(model, context, [3])[1].tolist()
     other = [(best[0] + 1) % model.config.vocab_size]
@@ -121,7 +121,7 @@ def test_models_on_a_mesh_are_refused():
 
 
 def test_pieces_that_blocks_do_not_fit_are_refused():
-    """Read so, all but the first piece would be NaN."""
+    # With such chunks, all but the first would give NaN.
     plan = replace(CompressionPlan.full(SHORT), method="h2o", settings=h2o.Settings(kept=8, block=64))
     model = TinyModel(SHORT).model(plan)
     with pytest.raises(PromptError, match="prefill_chunk=32 must be a multiple of the plan's blocks of 64"):

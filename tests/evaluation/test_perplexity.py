@@ -1,4 +1,4 @@
-"""Perplexity against a plain float64 computation; the bootstrap against closed forms."""
+"""Perplexity compared with a plain float64 computation, and the bootstrap with closed forms."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, is_far, t
 
 @pytest.fixture
 def positions_per_block(monkeypatch):
-    """Sets how many positions' logits are computed at once, for this test alone."""
+    """Return a function that sets the positions whose logits are computed at once, for one test."""
 
     def set_to(block: int) -> None:
         monkeypatch.setattr(perplexity, "_POSITIONS_PER_BLOCK", block)
@@ -25,12 +25,12 @@ def positions_per_block(monkeypatch):
 
 
 def plain_nll(network, windows: np.ndarray) -> np.ndarray:
-    """Mean over positions, float64 [W]."""
+    """Return the mean over positions, float64 [W]."""
     return plain_token_nll(network, windows).mean(1)
 
 
 def plain_token_nll(network, windows: np.ndarray) -> np.ndarray:
-    """-log softmax at the next token, float64 [W, T-1]."""
+    """Return -log softmax at the next token, float64 [W, T-1]."""
     logits = np.asarray(network(jnp.asarray(windows)), np.float64)[:, :-1]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     return -np.take_along_axis(log_p, windows[:, 1:, None], -1)[..., 0]
@@ -113,7 +113,7 @@ def test_the_interval_lies_among_the_windows(differences):
 
 
 def test_the_interval_is_that_of_the_mean():
-    """Against the normal approximation of a mean of many small differences."""
+    # The reference is the normal approximation of a mean of many small differences.
     differences = np.random.default_rng(0).normal(0.01, 0.02, 400)
     low, high = bootstrap_interval(differences)
     mean, error = differences.mean(), differences.std() / 20

@@ -1,4 +1,4 @@
-"""Retention against closed forms."""
+"""Retention compared with closed forms."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def answered(log_probability, right, depth=None) -> Answer:
 @given(kept=st.floats(0.2, 1.2), documents=st.integers(2, 12), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_a_constant_share_is_retained(kept, documents, seed):
-    """The interval closes where every document loses the same."""
+    # The interval has no width where every document loses the same share.
     rng = np.random.default_rng(seed)
     dense = [
         [answered(rng.uniform(-3, -0.1, rng.integers(1, 9)), [True]) for _ in range(2)]
@@ -65,7 +65,7 @@ def test_quarters_of_the_context():
 
 
 def test_only_quarters_that_the_model_masters_count():
-    """In the first quarter the unmodified model gives one right answer of three."""
+    # In the first quarter, the unmodified model gives one right answer of three.
     depths = (0.0, 0.1, 0.2, 0.6, 0.9)
     dense = [[answered([-1], [depth >= 0.2], depth) for depth in depths]] * 2
     plan = [[answered([-1 + gain], [1], depth) for depth in depths] for gain in (-0.1, -0.3)]

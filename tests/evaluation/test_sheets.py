@@ -1,4 +1,4 @@
-"""Sheets are what they claim to be: they are decoded and read."""
+"""Documents with questions, decoded and read by people's rules."""
 
 import re
 
@@ -21,7 +21,7 @@ EOS = 2
 
 
 def windows(count: int = 1, length: int = S, seed: int = 0) -> np.ndarray:
-    """Ids of small letters and spaces, which no task says alone."""
+    """Return ids of small letters and spaces, which no task contains alone."""
     return np.random.default_rng(seed).integers(70, 90, (count, length), dtype=np.int32)
 
 

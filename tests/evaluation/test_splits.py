@@ -1,4 +1,4 @@
-"""Splits of text have nothing in common."""
+"""Splits of text, which share nothing."""
 
 from collections import Counter
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Reading documents and cutting token windows."""
+"""Documents as they are read, and token windows cut from them."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ EOS = 0
 
 
 class Bytes:
-    """One token a byte, and a count of the characters it was given."""
+    """A tokenizer with one token per byte, and a count of the characters that it received."""
 
     def __init__(self):
         self.seen = 0
@@ -129,7 +129,7 @@ def test_sampled_windows_are_pure_fair_and_reproducible(sizes, length, num_windo
         assert set(bytes(window.tolist()).decode()) <= {topic, " "}
     available = {topic: sum(many) // length for topic, many in sizes.items()}
     assert windows.shape == (min(num_windows, sum(available.values())), length)
-    # Round-robin: a topic lags behind another only when it has no window left.
+    # Round-robin: a topic falls back only when it has no window left.
     taken = Counter(topics)
     for topic, count in available.items():
         assert taken[topic] == count or taken[topic] >= max(taken.values()) - 1

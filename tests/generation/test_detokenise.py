@@ -1,4 +1,4 @@
-"""Text piece by piece equals the text of the whole, for every kind of tokenizer, at bounded cost."""
+"""Incremental text: equal to the whole text for every kind of tokenizer, at bounded cost."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -27,7 +27,10 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def fed(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
-    """Pieces of `tokens` cut at `cuts`; after each, the pieces and the tail are the text so far."""
+    """Return the text of `tokens` in parts cut at `cuts`.
+
+    After each part, all parts and the tail must give the text so far.
+    """
     detokeniser, pieces = Detokeniser(tokenizer), []
     for start, end in pairwise([0, *cuts, len(tokens)]):
         pieces.append(detokeniser.feed(tokens[start:end]))
@@ -39,7 +42,7 @@ def fed(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
 @given(draw=st.data())
 @pytest.mark.matrix
 def test_pieces_joined_are_the_whole_text(tokenizer, draw):
-    """Any ids, with many of the lowest and highest: bytes, special tokens, ids that are no token's."""
+    # Ids are arbitrary, often the lowest and highest: bytes, special tokens, and ids without a token.
     size = tokenizer.get_vocab_size()
     ids = st.integers(0, size + 1) | st.integers(0, min(size, 300)) | st.integers(size - 3, size - 1)
     tokens = draw.draw(st.lists(ids, min_size=1, max_size=40))
@@ -73,7 +76,7 @@ class Counting:
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("kind", ["random", "one token again and again"])
 def test_each_token_is_decoded_a_bounded_number_of_times(tokenizer, kind, width):
-    """Also where all are broken characters, special, or bytes, which never make a finished text."""
+    # Some rows have only broken characters, special tokens or bytes, which never complete a text.
     size, count = tokenizer.get_vocab_size(), 400
     rows = [np.random.default_rng(0).integers(0, size, count).tolist()]
     if kind != "random":

@@ -1,4 +1,4 @@
-"""Generation: streaming = batch, ragged = one by one, stopping, sampling, errors, no recompilation."""
+"""Generation: streams and batches, ragged prompts, stopping, sampling, errors, and recompilation."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def prompts(tiny_llama: TinyModel) -> list[list[int]]:
 
 
 def greedy_by_hand(model: LanguageModel, prompt: list[int], count: int) -> tuple[int, ...]:
-    """Without a cache: the whole forward pass again for every token, at one padded length."""
+    """Decode without a cache: run the whole forward pass for every token, at one padded length."""
     forward = jax.jit(lambda network, tokens: network(tokens))
     tokens = list(prompt)
     for _ in range(count):
@@ -74,8 +74,7 @@ def test_stream_equals_batch(model, prompts, sampling):
 
 @pytest.mark.full
 def test_a_draw_depends_on_its_request_alone(model, prompts):
-    """Not on other prompts, nor on where it stands; equal requests of one call draw on."""
-
+    # Other prompts and the order do not matter. Equal requests of one call continue the draws.
     def draw(prompts, sampling):
         return [c.tokens for c in generate(model, prompts, 30, sampling=sampling, stop_tokens=()).completions]
 
@@ -128,7 +127,7 @@ def test_stop_strings_are_trimmed(model, prompts):
 def test_pieces_are_asked_for_ahead_where_calls_return(
     model, prompts, monkeypatch, most, pieces, ahead, waiting, returns
 ):
-    """ahead, waiting: tokens that are known at each call, where it returns at once and where it does not."""
+    # ahead, waiting: tokens known at each call, where it returns at once and where it does not.
     decode, known = Run._decode, []
 
     def spied(self, *given):
@@ -146,7 +145,7 @@ def test_pieces_are_asked_for_ahead_where_calls_return(
 def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     model, prompts, monkeypatch, returns
 ):
-    """Of the row that ended; the other goes on as without. Or both end there, and a piece is still made."""
+    # One sequence ends and the other continues undisturbed, or both end and one more chunk is decoded.
     monkeypatch.setattr(Run, "_may_ask_ahead", lambda self, asked: returns)
     free = generate(model, prompts[:2], 40, stop_tokens=()).completions
     stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
@@ -167,7 +166,7 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
 
 @pytest.mark.gpu
 def test_on_a_gpu(model, prompts):
-    """The loop is one graph there. Drawn tokens are those of the CPU, in float32."""
+    # On a GPU the loop is one graph. Sampled tokens equal those of the CPU in float32.
     test_equals_greedy_decoding_without_a_cache(model, prompts)
     test_stream_equals_batch(model, prompts, MIXED)
     test_steps_decode_no_token_beyond_their_limit(model, prompts)
@@ -180,7 +179,7 @@ def test_on_a_gpu(model, prompts):
 
 
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
-    """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
+    # The cache holds unequal shares of the prompts: one share is empty, and one lacks only the last token.
     request, held = Request.from_arguments(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
     tokens = np.zeros((3, 69), np.int32)
     for row, prompt in enumerate(prompts):
@@ -197,7 +196,7 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
 
 @pytest.mark.full
 def test_steps_decode_no_token_beyond_their_limit(model, prompts):
-    """Rows end where they are full or at a stop token; the cache holds what was decoded."""
+    # Sequences end where they are full or at a stop token. The cache holds what was decoded.
     held, room = [20, 5, 30], [100, 7, 100]
     tokens = np.stack([np.resize(prompt, 30) for prompt in prompts])
     by_hand = [greedy_by_hand(model, row[:n].tolist(), 7) for row, n in zip(tokens, held, strict=True)]

@@ -1,4 +1,4 @@
-"""Choosing tokens: each row by its own numbers and key, against closed forms and brute force."""
+"""Sampling of tokens: each row by its own numbers and key, compared with closed forms and brute force."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ chosen = jax.jit(lambda logits, numbers, positions: draw(logits, RowNumbers.of(n
 
 
 def numbers(samplings, prompts):
-    """What `draw` knows of rows."""
+    """Return the row numbers that `draw` needs."""
     keys = request_keys(samplings, prompts)
     given = zip(prompts, samplings, keys, strict=True)
     return np.stack([row_numbers(len(prompt), 1, (), *rest) for prompt, *rest in given])
@@ -51,7 +51,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_keys_belong_to_requests():
-    """They differ in seed, prompt and repetition; not in order, nor by what else is asked."""
+    # Keys depend on seed, prompt and repetition, but not on order or on other requests.
     samplings = [Sampling(1.0, seed=seed) for seed in (0, 1)]
     requests = [(sampling, prompt) for sampling in samplings for prompt in PROMPTS[1:]]
 
@@ -62,7 +62,7 @@ def test_keys_belong_to_requests():
     assert len(set(map(tuple, together))) == len(requests)
     assert keys(requests[::-1]) == together[::-1]
     assert [keys([request])[0] for request in requests] == together
-    other = Sampling(0.5, seed=0), requests[0][1]  # The same prompt, but no repetition.
+    other = Sampling(0.5, seed=0), requests[0][1]  # The prompt is the same, but this is no repetition.
     assert keys([other, requests[0]])[1] == together[0]
     again = keys([requests[0]] * 3)
     assert again[0] == together[0]
@@ -70,7 +70,7 @@ def test_keys_belong_to_requests():
 
 
 def test_rows_are_chosen_one_by_one():
-    """A batch of all kinds, greedy among them, gives each row what it gets alone."""
+    # A batch of all kinds, including greedy, gives each row its result alone.
     samplings = [
         Sampling(),
         Sampling(1.0),
@@ -94,7 +94,7 @@ def test_the_coldest_samplings_are_greedy(temperature):
 
 
 def test_frequencies_follow_the_softmax():
-    """Of equal requests of two samplings in one batch, at a few positions."""
+    # Equal requests of two samplings are in one batch, at a few positions.
     count, samplings = 1000, [Sampling(0.7, seed=5), Sampling(2.0, top_k=5, seed=5)]
     arrays = numbers(samplings * count, [PROMPTS[0]] * 2 * count)
     logits = jnp.tile(LOGITS[:2], (count, 1))

@@ -1,4 +1,4 @@
-"""A row ends where brute force over its first n tokens says, and never shows a part of a stop string."""
+"""Ends of rows, compared with brute force over the first n tokens; parts of stop strings never show."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def brute_force(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> Completion:
-    """By decoding the first n tokens for every n."""
+    """Decode the first n tokens for every n."""
     for n in range(1, len(tokens) + 1):
         if tokens[n - 1] == STOP_ID:
             return Completion(tuple(tokens[:n]), tokenizer.decode(tokens[: n - 1]), "stop")

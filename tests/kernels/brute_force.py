@@ -1,10 +1,10 @@
-"""Float64 truth for the attention kernels, one row and head at a time, written from the definitions."""
+"""Float64 reference for the attention kernels: one row and head at a time, from the definitions."""
 
 import jax.numpy as jnp
 import numpy as np
 
 LOST = {jnp.bfloat16: 6e-3, jnp.float16: 9e-4}
-"""Of the norm of a head's results in one row: what rounding weights and results to the dtype may take."""
+"""Largest rounding error of weights and results in each dtype, relative to the norm of one head's results."""
 
 
 def f64(x):
@@ -12,7 +12,10 @@ def f64(x):
 
 
 def attend(scores, visible, values):
-    """One head: output and natural log-sum-exp of scores [T, S]; rows that see nothing give 0 and -inf."""
+    """Return one head's output and natural log-sum-exp of scores [T, S].
+
+    Rows that see nothing give 0 and -inf.
+    """
     scores = np.where(visible, scores, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         highest = np.where(visible.any(1), scores.max(1, initial=-1e300), 0)[:, None]
@@ -23,9 +26,11 @@ def attend(scores, visible, values):
 
 
 def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, keys="all"):
-    """[B, T, N, ·] and [B, N, T]; tail: k, v [B, K, positions, ·] with row = position, or None.
+    """Return outputs [B, T, N, ·] and log-sum-exp [B, N, T].
 
-    Keys of no width are not seen unless they are near.
+    Keys without width are visible only if they are near.
+
+    tail: k, v [B, K, positions, ·] with row = position, or None.
     """
     q, k, v = f64(q), f64(k), f64(v)
     (B, T, N, _), (K, S, R) = q.shape, k.shape[1:]
@@ -54,7 +59,10 @@ def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, ke
 
 
 def decode(q, k, v, lengths, *, scale, sinks=0, window=0, ring=None):
-    """[B, N, ·] and [B, N]; the ring holds position p at p mod window, sinks behind."""
+    """Return outputs [B, N, ·] and log-sum-exp [B, N].
+
+    ring: slot p mod window holds position p, and sinks follow.
+    """
     tail = None
     if ring is not None:
         j = np.arange(k.shape[2])
@@ -78,7 +86,10 @@ def decode(q, k, v, lengths, *, scale, sinks=0, window=0, ring=None):
 
 
 def check(o, lse, truth, truth_lse, dtype):
-    """Outputs [B, N, ·] or [B, T, N, ·], each head of each row by itself; log-sum-exp as float32 sums."""
+    """Assert that outputs [B, N, ·] or [B, T, N, ·] and log-sum-exp are exact.
+
+    Each head of each row is checked by itself; log-sum-exp must have float32 precision.
+    """
     o, tokens = f64(o), tuple(range(1, np.ndim(truth) - 2))
     error, size = (np.sqrt((x**2).sum((*tokens, -1))) for x in (o - truth, truth))
     assert (error <= LOST[dtype] * size).all(), (error / np.maximum(size, 1e-30)).max()

@@ -15,9 +15,9 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 @contextmanager
 def interpreted(module: Any, launch: str = "_launch", **plain: Callable[..., Any]) -> Iterator[None]:
-    """The kernel that `launch` of the module launches is interpreted, and must race nowhere.
+    """Interpret the kernel that `launch` of the module launches, and assert that it has no races.
 
-    plain: functions of the module by name, for those that the interpreter has no word for.
+    plain: replacements by name for functions of the module that the interpreter does not support.
     """
     with all_interpreted((module, launch, plain)):
         yield
@@ -25,7 +25,7 @@ def interpreted(module: Any, launch: str = "_launch", **plain: Callable[..., Any
 
 @contextmanager
 def all_interpreted(*kernels: tuple[Any, str, dict[str, Callable[..., Any]]]) -> Iterator[None]:
-    """The same for kernels of several modules, each with the name of its launch and its plain functions."""
+    """Interpret kernels of several modules, each with the name of its launch and its plain functions."""
     mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
     with ExitStack() as stack:
         for kernel in kernels:
@@ -38,10 +38,10 @@ def all_interpreted(*kernels: tuple[Any, str, dict[str, Callable[..., Any]]]) ->
 
 @contextmanager
 def interpreted_warpgroups(module: Any, launch: str, **plain: Callable[..., Any]) -> Iterator[None]:
-    """The same for a kernel whose warpgroups have work of their own.
+    """Interpret a kernel whose warpgroups differ in their work, without a search for races.
 
-    Races are not looked for: the interpreter takes it for one where a warpgroup waits for several others, and
-    demands that all of them see each phase of each barrier.
+    The interpreter reports a false race where a warpgroup waits for several others. It also demands that all
+    of them see each phase of each barrier.
     """
     with _patched(module, launch, plain) as patch:
         patch.setattr(shared_memory.Barrier, "deallocate", _given_up)
@@ -64,15 +64,15 @@ def _patched(module: Any, launch: str, plain: dict[str, Callable[..., Any]]) -> 
 
 
 def _call_back(*args: np.ndarray, callback: Callable[..., Any], **_: Any) -> Any:
-    """Calls the interpreter with numpy's arrays.
+    """Call the interpreter with numpy arrays.
 
-    JAX puts each on the device before, which takes longer than all that the interpreter does with it.
+    JAX would first copy each array to the device, which takes longer than the interpreter's own work.
     """
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
 
 def _to_int(x: Any) -> Any:
-    """The interpreter's own knows no arrays of numpy."""
+    """Return an integer for a numpy array, which the interpreter's own function does not support."""
     return x.item() if isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer) else x
 
 

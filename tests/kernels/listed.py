@@ -1,4 +1,4 @@
-"""Attention to listed blocks of keys: lists at random, and the float64 truth."""
+"""Attention to listed blocks of keys: random lists and a float64 reference."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +8,10 @@ from kernels_pallas import BlockLists
 
 
 def lists_of(rng, K, starts, ends, T, S, blocks, share):
-    """At random: which blocks of keys each block of queries sees [B, K, nq, nk], and that as lists.
+    """Return which blocks of keys each block of queries sees [B, K, nq, nk], and the same as lists.
 
-    Blocks in which its own queries stand are in. Lists have room for two more than the longest, -1 there.
+    The choice is random, but includes the blocks of the queries themselves. Lists have room for two entries
+    more than the longest, filled with -1.
     """
     (Q, P), B = blocks, len(starts)
     nq, nk = -(-T // Q), -(-S // P)
@@ -30,7 +31,7 @@ def lists_of(rng, K, starts, ends, T, S, blocks, share):
 
 
 def truth(q, k, v, listed, *, scale, starts, lengths, blocks):
-    """[B, T, N, Z] and [B, N, T]."""
+    """Return outputs [B, T, N, Z] and log-sum-exp [B, N, T]."""
     (B, T, N, _), (K, S, R), (Q, P) = q.shape, k.shape[1:], blocks
     q, k, v, o, lse = f64(q), f64(k), f64(v), [], []
     for b, n in np.ndindex(B, N):

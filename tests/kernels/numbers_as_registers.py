@@ -1,4 +1,4 @@
-"""Unpacking of levels, instruction by instruction, with Python's integers in place of registers."""
+"""Unpacking of levels, instruction by instruction, with Python's integers as registers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ ARITH = SimpleNamespace(
 
 
 def unpacked(patch: pytest.MonkeyPatch, row: np.ndarray, C: int, bits: int) -> np.ndarray:
-    """What the four threads of a row uint8 [C·bits/8] make of it, in the order of columns."""
+    """Unpack a row uint8 [C·bits/8] with its four threads, and return it in the order of columns."""
     found = np.zeros((C // 8, 4, 2), np.float64)
     for thread in range(4):
         for module in (rows, unpack):
@@ -62,7 +62,7 @@ def _number(pair: np.ndarray) -> int:
 
 
 def _asm(text: str, *operands: Any) -> int:
-    """The instructions that unpacking uses, from NVIDIA's manual of PTX; bfloat16 rounds each result."""
+    """Execute an instruction of unpacking by NVIDIA's PTX manual; bfloat16 rounds each result."""
     name, *immediate = text.replace(",", " ").replace(";", " ").split()
     match name:
         case "prmt.b32":

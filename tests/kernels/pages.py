@@ -1,4 +1,4 @@
-"""Rows of a coded cache in the pages of a pool."""
+"""Rows of a quantized cache in the pages of a pool."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,15 +9,16 @@ import numpy as np
 from kernels_pallas import Plane
 
 NOBODYS = 3
-"""Pages of no row."""
+"""Number of pages that belong to no row."""
 NOWHERE = (-1, 1 << 20, 2**31 - 1, -(2**31))
-"""Entries for pages that are not there."""
+"""Entries of page tables for absent pages."""
 
 
 class Pool:
-    """Planes [B, K, S, ·] as pages in any order: those alone that hold slots begin ≤ j < end of their row.
+    """Planes [B, K, S, ·] as pages in random order.
 
-    Entries of others are no page's. Pages of no row hold anything.
+    Only pages with slots begin ≤ j < end of their row exist. Other entries point nowhere, and pages of no row
+    hold anything.
     """
 
     def __init__(self, planes: Sequence[Plane], begin: np.ndarray, end: np.ndarray, page: int):
@@ -40,12 +41,12 @@ class Pool:
         self.planes = [of_both(pool, plane) for plane in planes]
 
     def _cut(self, x: jax.Array) -> np.ndarray:
-        """Rows [B, K, S, ...] as pages [B, pages, K, page size, ...]."""
+        """Cut rows [B, K, S, ...] into pages [B, pages, K, page size, ...]."""
         B, K, _, *rest = x.shape
         return np.array(x).reshape(B, K, -1, self.page, *rest).swapaxes(1, 2)
 
     def rows(self, planes: Sequence[Plane]) -> list[Plane]:
-        """Planes of pages as rows, with what these held before where a page is not there."""
+        """Join planes of pages into rows; absent pages have the planes' former contents."""
 
         def joined(pages: jax.Array, before: jax.Array) -> jax.Array:
             rows = self._cut(before)
@@ -56,6 +57,6 @@ class Pool:
 
 
 def of_both(f: Callable[..., jax.Array], *planes: Plane) -> Plane:
-    """Of levels, and of reaches."""
+    """Apply a function to levels and to scales."""
     levels, reaches, bits = zip(*planes, strict=True)
     return Plane(f(*levels), f(*reaches), bits[0])

@@ -1,4 +1,4 @@
-"""Shares of attention by block of keys, against a softmax in float64; Pallas' interpreter runs the kernel."""
+"""Attention mass by block of keys, compared with a float64 softmax; Pallas' interpreter runs the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def draw(seed, *shape, dtype=BF16):
 
 
 def truth(q, at, k, *, scale, keys):
-    """[B, K, nq, blocks], block of queries by block."""
+    """Compute the mass [B, K, nq, blocks], one block of queries at a time."""
     q, k, at = f64(q), f64(k), np.asarray(at)
     (B, K, nq, _, _), S = q.shape, k.shape[2]
     found = np.zeros((B, K, nq, -(-S // keys)))

@@ -1,4 +1,4 @@
-"""What kernels are held to passes what rounding loses, and fails where one head of one row is off."""
+"""Tolerances for kernels: rounding passes, and an error in one head of one row fails."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ B, T, N, K, S, H = 2, 40, 32, 8, 96, 64
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])
 def case(request):
-    """Truth, o [B, (T,) N, H] and log-sum-exp, of many heads."""
+    """Return a reference of many heads: o [B, (T,) N, H] and log-sum-exp."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n, s, H)) for n, s in ((T, N), (K, S), (K, S)))
     if request.param == "decode":

@@ -1,7 +1,7 @@
-"""The kernel of coded keys and values: it lowers for CUDA, refuses what it cannot do, and is right.
+"""Kernel that attends to quantized keys and values: lowering for CUDA, refusals, and results.
 
-On a CPU JAX's interpreter of GPU kernels runs it, where what it has no word for, unpacking in registers and
-products of registers, is replaced by plain jax.numpy; it also looks for races. On a GPU all of it runs.
+On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces what it does
+not support: unpacking in registers and products of registers. On a GPU, all of the kernel runs.
 """
 
 import re
@@ -47,7 +47,11 @@ def planes_like(kinds, *tokens) -> list[Plane]:
 
 
 def lower(keys, values, N, K, S, n=0, page=0, **options):
-    """For CUDA, on any machine; n: slots of a list; page: slots of a page."""
+    """Lower for CUDA on any machine.
+
+    n: slots of a list.
+    page: slots of a page.
+    """
     kinds = (*keys, values)
 
     def attend(q, arrays, begin, end, more):
@@ -95,7 +99,7 @@ WIDTHS = (16, 32, 48, 64, 96, 112, 128, 256)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("C", WIDTHS)
 def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
-    """Thread t of four has columns 8j + 2t and 8j + 2t + 1 in the layout of wgmma."""
+    # Of four threads, thread t has columns 8j + 2t and 8j + 2t + 1 in the layout of wgmma.
     coordinate, thread = columns(C, bits), np.arange(C) % 8 // 2
     np.testing.assert_array_equal(np.sort(coordinate), np.arange(C))
     np.testing.assert_array_equal(coordinate // (C // 4), thread)
@@ -104,7 +108,7 @@ def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("C", WIDTHS)
 def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
-    """All of `rows` and `unpack` by numbers in place of registers, thread by thread."""
+    # All of `rows` and `unpack` runs thread by thread, with numbers as registers.
     levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
     row = np.asarray(pack(jnp.asarray(levels), bits))
     found = numbers_as_registers.unpacked(monkeypatch, row, C, bits)
@@ -166,14 +170,14 @@ def coded(x: np.ndarray, bits: int) -> Plane:
 
 
 def read(plane: Plane) -> np.ndarray:
-    """What the plane says, float64: exact, for a level is an odd number and a reach has four bits."""
+    """Dequantize a plane to float64 exactly: a level is an odd number and a scale has four bits."""
     arrays = plane.levels[..., None, :], plane.reach[..., None, None]
     found = compiled_codes.decode(FittedIntegers(plane.bits), arrays, plane.width)
     return np.asarray(found, np.float64)[..., 0, :]
 
 
 class Case:
-    """Random queries, keys and values of one shape, and what attention to them is in float64."""
+    """Random queries, keys and values of one shape, and float64 attention to them."""
 
     def __init__(self, keys, values, heads, S: int, seed: int = 0, length: float = 1.0):
         rng, (N, K), B = np.random.default_rng(seed), heads, 3
@@ -188,12 +192,12 @@ class Case:
         self.slots: np.ndarray | None = None
 
     def choose(self, n: int, seed: int = 0) -> None:
-        """n slots of each KV head, in any order, some of them none or outside of what counts."""
+        """Choose n slots of each KV head in random order, some of them invalid or outside of the span."""
         rng, (B, K, S) = np.random.default_rng(seed), self.values.reach.shape
         self.slots = np.stack([rng.permutation(S + 20)[:n] - 3 for _ in range(B * K)]).reshape(B, K, n)
 
     def run(self, page: int = 0, **options):
-        """On rows, or on pages of a pool."""
+        """Run the kernel on rows, or on pages of a pool."""
         planes = [*self.keys, self.values]
         if page:
             pool = Pool(planes, self.begin, self.end, page)
@@ -225,20 +229,20 @@ class Case:
         return o, lse
 
     def check(self, **options) -> None:
-        """Each head by itself: weights are rounded to bfloat16, which loses a few thousandths of a head."""
+        """Assert that heads are exact up to rounding of weights to bfloat16, a few thousandths."""
         (o, lse), (true_o, true_lse) = self.run(**options), self.truth()
         error = np.linalg.norm(o - true_o, axis=-1)
         assert (error <= 0.006 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
         np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
 
     def check_pages(self, page: int, **options) -> None:
-        """Bit by bit as rows."""
+        """Assert that pages give the same bits as rows."""
         for paged, whole in zip(self.run(page, **options), self.run(**options), strict=True):
             np.testing.assert_array_equal(paged, whole)
 
 
 def _plain_unpacked(rows, C, bits):
-    """`columns` in an order that needs no table: by thread, unit, half of it and place."""
+    """Unpack into `columns` without a table: by thread, unit, half of the unit and place."""
     each = unpack._unit(C // 4, bits)
     odd = 2 * levels_of(rows, bits).astype(jnp.int32) + (1 - 2**bits)
     found = odd.reshape(len(rows), 4, -1, 2, each // 2)
@@ -255,7 +259,7 @@ def _plain_product(a, b, _, meanwhile=lambda: None):
 PLAIN = {
     "unpacked": _plain_unpacked,
     "_product": _plain_product,
-    "_wait_for_all": plgpu.commit_smem,  # The interpreter's word for such a barrier.
+    "_wait_for_all": plgpu.commit_smem,  # This is such a barrier for the interpreter.
     "block_rows": lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
     "gathered_rows": lambda store, slots, C, bits: store[...][slots],
     "gathered_bytes": lambda store, slots: store[...][slots],
@@ -319,7 +323,7 @@ def test_pages_are_read_as_rows(interpreted, page, splits):
 @pytest.mark.parametrize("page", [64, 29])
 @pytest.mark.matrix
 def test_a_list_is_of_slots_in_pages(interpreted, page):
-    """Of slots in pages that are there, in others, and in none."""
+    # Slots are in pages of their own row, in other pages, and in none.
     it = Case(*SHAPES[1], S=6 * page)
     it.begin, it.end = np.array([3, page - 5, 9]), np.array([5 * page - 4, 2 * page + 7, 9])
     it.choose(120)
@@ -327,7 +331,7 @@ def test_a_list_is_of_slots_in_pages(interpreted, page):
 
 
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
-    """So much that its probability is no float32 beside the first block's: e^1000."""
+    # Relative to the first block, the key's weight e^1000 exceeds float32.
     it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)
     assert np.log(LARGEST_SUM) < 50
     q, towards = np.asarray(it.q, np.float32)[0, 0], np.zeros((3, 1, 192, 64), np.float32)

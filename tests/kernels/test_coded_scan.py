@@ -1,7 +1,7 @@
-"""The kernel that scores tokens by the index of a coded cache: it lowers for CUDA, refuses, and is right.
+"""Kernel that scores tokens by the index of a quantized cache: lowering for CUDA, refusals, and results.
 
-On a CPU JAX's interpreter of GPU kernels runs it, where products of bytes and reads of the index are replaced
-by plain jax.numpy; it also looks for races. On a GPU all of it runs.
+On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces products of
+bytes and reads of the index. On a GPU, all of the kernel runs.
 """
 
 import re
@@ -36,7 +36,7 @@ def like(kind, *tokens) -> Plane:
 
 
 def lower(kind, N, K, S, page=0, **options):
-    """For CUDA, on any machine; page: slots of a page."""
+    """Lower for CUDA on any machine; page: slots of a page."""
     C, bits = kind
 
     def score(q, levels, reach, begin, end, table):
@@ -143,9 +143,9 @@ def test_the_default_config_divides_pages(page):
 
 
 class Case:
-    """Random queries and an index of one shape, and what its tokens are worth in float64.
+    """Random queries and an index of one shape, and the float64 scores of its tokens.
 
-    The first row is full, the second ragged, the third has one slot, the last none.
+    The first row is full, the second ragged, the third has one slot, and the last none.
     """
 
     def __init__(self, kind, heads, S: int, seed: int = 0, length: float = 1.0):
@@ -157,7 +157,7 @@ class Case:
         self.begin, self.end = np.array([0, S // 3 + 5, 9, 70]), np.array([S, S // 2 + 43, 10, 70])
 
     def run(self, page: int = 0, **options):
-        """On rows, or on pages of a pool."""
+        """Run the kernel on rows, or on pages of a pool."""
         spans, index = map(jnp.asarray, (self.begin, self.end)), self.index
         if page:
             pool = Pool([index], self.begin, self.end, page)
@@ -166,12 +166,14 @@ class Case:
         return np.asarray(scores, np.float64), np.asarray(lse, np.float64)
 
     def truth(self, *, as_integers: bool = True, every: int = 8) -> tuple[np.ndarray, np.ndarray]:
-        """Of the queries that the kernel rounds to integers, or of those that it is given; `every` block of
-        128 slots is in the sample.
+        """Compute scores and log-sum-exp in float64.
+
+        as_integers: use the kernel's rounded queries instead of exact ones.
+        every: one block of 128 slots in every `every` is in the sample.
         """
         q = np.asarray(self.q, np.float64)
         if as_integers:
-            # Halves go either way, so the kernel's own integers are taken.
+            # Halves may round either way, so the reference uses the kernel's own integers.
             rounded = jax.jit(partial(_rounded, factor=SCALE * LOG2_E))(self.q)
             whole, unit = (np.asarray(x, np.float64) for x in rounded)
             q = whole * unit[..., None] / (SCALE * LOG2_E)
@@ -197,7 +199,7 @@ class Case:
             np.testing.assert_allclose(found, true, atol=3e-5, rtol=3e-6)
 
     def check_pages(self, page: int, config: ScanConfig) -> None:
-        """Bit by bit as rows."""
+        """Assert that pages give the same bits as rows."""
         for paged, whole in zip(self.run(page, config=config), self.run(config=config), strict=True):
             np.testing.assert_array_equal(paged, whole)
 
@@ -208,7 +210,7 @@ def _plain_dots(fields, queries, starts):
     def bytes_of(x):
         return (x[..., None] >> (8 * jnp.arange(4))) & 255
 
-    # Of a head: vectors of four words, fields, words, bytes.
+    # Axes of a head: vectors of four words, fields, words, bytes.
     q = bytes_of(queries[...].reshape(-1)[: G * W * len(fields)]).reshape(G, W // 4, len(fields), 4, 4)
     q = jnp.moveaxis(jnp.where(q > 127, q - 256, q), 2, 1).reshape(G, len(fields), W, 4)
     dots = sum(
@@ -249,7 +251,7 @@ def test_more_parts_than_blocks(interpreted, heads):
 
 
 def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
-    """Their probability is less than float32's smallest; its logarithm is not."""
+    # Their probability underflows float32, but its logarithm does not.
     it = Case((32, 4), (4, 2), S=256, length=60.0)
     assert it.truth()[0][0].min() < -150
     it.check(config=ScanConfig(128, splits=2))
@@ -268,7 +270,8 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it.index = broken(begin - 1, end)
     assert not any(np.isnan(found).any() for found in it.run(config=config))
     slots, is_alone = np.arange(256), heads == (2, 2)
-    # Of several heads the last slot is not in the sample, which ends with slot 127 here; the first is.
+    # With several heads, the last slot is outside of the sample, which ends with slot 127; the first is in
+    # it.
     for slot, in_sample in ((end - 1, is_alone), (begin, True)):
         it.index = broken(slot)
         scores, lse = it.run(config=config)
@@ -291,7 +294,7 @@ def test_slots_that_are_none_count_for_nothing(interpreted, heads):
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.matrix
 def test_blocks_of_several_tokens_a_thread(interpreted, heads):
-    """Whole ones, and ones that begin or end within."""
+    # Some blocks are whole, and spans begin or end within others.
     it = Case((32, 4), heads, S=2048)
     it.begin, it.end = np.array([0, 700, 511, 1024]), np.array([2048, 1900, 513, 1536])
     it.check(config=ScanConfig(512, splits=2))
@@ -328,8 +331,9 @@ def test_queries_are_rounded_to_the_nearest_integers():
 @pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
 @pytest.mark.matrix
 def test_rounding_queries_costs_a_hundredth_of_the_scores(kind):
-    """A coordinate errs by a step/√12, the step is a 127th of the largest: of a Gaussian head of 32 to 64
-    coordinates 2.1 to 2.4 times its deviation; together 0.005 to 0.006 of the scores' deviation."""
+    # A coordinate's error is a scale/√12, and the scale is a 127th of the largest coordinate. In a Gaussian
+    # head of 32 to 64 coordinates, the largest is 2.1 to 2.4 deviations. The error of scores is then 0.005
+    # to 0.006 of their deviation.
     it = Case(kind, (16, 16), S=2048)
     (rounded, _), (exact, _) = it.truth(), it.truth(as_integers=False)
     error = (rounded[0] - exact[0]).std(-1) / exact[0].std(-1)
@@ -369,7 +373,7 @@ def test_scores_all_tokens_in_pages_on_the_device(page, heads):
 
 
 def test_a_sample_chooses_what_all_slots_do():
-    """Of 128 tokens 120 at least, where none has more than a tenth of the probability."""
+    # At least 120 of 128 tokens agree, where no token has more than a tenth of the probability.
     it = Case((32, 4), (8, 2), S=8192)
     (sampled, _), (exact, _) = it.truth(), it.truth(every=1)
     assert 0.01 < np.exp(exact[0, 0].max()) < 0.1
@@ -382,7 +386,7 @@ def test_a_sample_chooses_what_all_slots_do():
 
 @pytest.mark.gpu
 def test_sums_do_not_drift_over_many_steps_on_the_device():
-    """All tokens alike: what a step loses by rounding, each of them would."""
+    # All tokens are alike, so all steps have the same rounding error.
     it = Case((32, 4), (8, 8), S=65536, length=3.0)
 
     def first(x):
@@ -394,7 +398,7 @@ def test_sums_do_not_drift_over_many_steps_on_the_device():
 
 @pytest.mark.gpu
 def test_one_coordinate_of_one_word_is_found_on_the_device():
-    """The order of coordinates: each alone, with a number of its own."""
+    # Each coordinate alone has a value of its own, which shows the order of coordinates.
     for C, bits in KINDS:
         it = Case((C, bits), (C, C), S=4096)
         it.q = jnp.broadcast_to(jnp.eye(C) * jnp.arange(1, C + 1), it.q.shape).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The decode kernel: it lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
+"""Decode kernel: lowering for CUDA everywhere, refusals, and results on the device."""
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def test_config_refuses(options):
 @pytest.mark.parametrize("R", [64, 0])
 @pytest.mark.parametrize("window", [0, 128])
 def test_no_step_is_beyond_the_slots_of_a_row(window, R, near):
-    """Nor of fewer of them than a full row has. Of near keys alone the ring holds any length."""
+    # Nor is a step beyond the slots of a shorter row. With near keys alone, the ring supports any length.
     given = {"R": R, "window": window, "near_parts": int(window > 0), "S": 64, "slots": 320}
     g = decode_kernel._Geometry(**dict.fromkeys(decode_kernel._Geometry._fields, 0) | given)
 
@@ -218,7 +218,7 @@ def test_near_keys_alone(H, N, K, sinks, config):
 @pytest.mark.parametrize(("N", "K"), HEADS)
 @pytest.mark.parametrize("config", [None, DecodeConfig(block=128, stages=1, splits=3)])
 def test_by_position(R, Z, N, K, config):
-    """Slots in any order, some empty, some of tokens yet to come."""
+    # Slots are in random order, some empty, some of future tokens.
     B, S, rng = len(LENGTHS), 1000, np.random.default_rng(0)
     q, k, v = draw(0, B, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     positions = np.stack([rng.permutation(1100)[:S] for _ in range(B)])

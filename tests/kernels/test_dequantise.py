@@ -1,4 +1,4 @@
-"""The kernel that reads codes as numbers, against the code itself; on a CPU Pallas' interpreter runs it."""
+"""Kernel that dequantizes, compared with the quantizer; on a CPU, Pallas' interpreter runs it."""
 
 import re
 
@@ -24,12 +24,12 @@ KINDS = {
     "widest": [[(256, 4)], [(256, 8)]],
 }
 FEW = 320
-"""Slots for Pallas' interpreter, which copies all arrays at each step; some lie behind blocks of zeros."""
+"""Slots for Pallas' interpreter, which copies all arrays at each step; some follow blocks of zeros."""
 ENDS = (0, 1, LARGEST_BLOCK, 300, S + 9)
 
 
 def planes_of(kinds, S):
-    """Any bytes: also reaches of 0, and of what is no number."""
+    """Return planes of random bytes, including scales of 0 and NaN."""
     rng = np.random.default_rng(0)
 
     def random(*shape):
@@ -39,7 +39,7 @@ def planes_of(kinds, S):
 
 
 def read(planes, dtype):
-    """What the code says, of the planes of one array."""
+    """Dequantize the planes of one array."""
 
     def coded(plane):
         return (plane.levels[..., None, :], plane.reach[..., None, None])
@@ -49,7 +49,7 @@ def read(planes, dtype):
 
 
 def same_bits(one, other):
-    """What is no number has many."""
+    """Assert that arrays have the same bits; NaN matches any NaN."""
     one, other = np.asarray(one), np.asarray(other)
     assert one.dtype == other.dtype
     no_number = np.isnan(one.astype(np.float32))
@@ -59,7 +59,7 @@ def same_bits(one, other):
 
 
 def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
-    """In rows, or in pages of a pool that has none of what is behind."""
+    """Assert that results are exact in rows, or in pages of a pool without the tokens after the ends."""
     planes, ends, table = planes_of(kinds, S), np.array(ends), None
     expected = [read(each, dtype) for each in planes]
     if page:
@@ -72,7 +72,7 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
             zeros = min(-(-max(end, 0) // LARGEST_BLOCK) * LARGEST_BLOCK, S)
             same_bits(x[b, :, :end], wanted[b, :, :end])
             assert not np.any(x[b, :, end:zeros])
-            # The interpreter begins with what is no number.
+            # The interpreter fills outputs with NaN.
             assert not options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
 
 
@@ -103,7 +103,7 @@ def test_rows_of_any_length(S):
 
 
 def check_pages_that_are_not_there(**options):
-    """Their tokens are zeros, and nobody reads beside the pool."""
+    """Assert that tokens of absent pages are zeros and that nothing outside of the pool is read."""
     ((plane,),) = planes_of([[(32, 4)]], 64)
     table = jnp.asarray([[0, -1], [1 << 20, 1], [2**31 - 1, -(2**31)], [5, 2], [3, 4]], jnp.int32)
     (found,) = dequantise([[plane]], jnp.full(B, 128), block_table=table, **options)

@@ -1,4 +1,4 @@
-"""The kernel that codes new tokens, against the code itself; on a CPU Pallas' interpreter runs it."""
+"""Kernel that quantizes new tokens, compared with the quantizer; on a CPU, Pallas' interpreter runs it."""
 
 import re
 from itertools import chain
@@ -36,7 +36,7 @@ def planes_like(kinds, *tokens):
 
 
 class Case:
-    """Tokens of all sizes at ragged places, and planes that hold anything before."""
+    """Tokens of all sizes at ragged places, and planes with arbitrary earlier contents."""
 
     def __init__(self, kinds, T, dtype=jnp.bfloat16):
         rng = np.random.default_rng(T)
@@ -54,11 +54,11 @@ class Case:
             [Plane(random(plane.levels), random(plane.reach), plane.bits) for plane in each]
             for each in planes_like(kinds, B, K, S)
         ]
-        # The last row begins in its padding: nothing of it is kept.
+        # The last row begins in its padding, so nothing of it is stored.
         self.starts, self.ends = np.array([5, S - T, 40]), np.array([5 + T // 2 + 1, S, 40])
 
     def run(self, page=0, **options):
-        """In rows, or in pages of a pool, whose pages of no row nobody may write."""
+        """Run the kernel on rows, or on pages of a pool whose unowned pages must stay unchanged."""
         starts, ends = (jnp.asarray(x, jnp.int32) for x in (self.starts, self.ends))
         if not page:
             return encode(self.x, self.planes, starts, ends, **options)
@@ -82,7 +82,7 @@ class Case:
                 begin += old.width
 
     def check_plane(self, x, old, new):
-        """As near as the code comes; it may take another reach where two err as much."""
+        """Assert that errors equal the quantizer's; another scale may be chosen where errors are equal."""
         code = FittedIntegers(old.bits)
         best = read(code, compiled_codes.encode(code, jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
         now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width).swapaxes(1, 2)
@@ -97,7 +97,7 @@ class Case:
 
 
 def same(one, other, at=...):
-    """Planes, there."""
+    """Assert that planes are equal at these places."""
     for x, y in zip(one[:2], other[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(x)[at], np.asarray(y)[at])
 
@@ -118,7 +118,7 @@ def test_more_tokens_than_a_program_has():
 
 
 def check_one_token(kinds, page, **options):
-    """Bit by bit as in rows."""
+    """Assert that pages give the same bits as rows."""
     it = Case(kinds, 1)
     for planes in zip(chain(*it.run(page, **options)), chain(*it.run(**options)), strict=True):
         same(*planes)
@@ -137,7 +137,7 @@ def test_tokens_of_a_row_in_several_pages(page):
 
 
 def check_tokens_without_a_page(**options):
-    """They are not written."""
+    """Assert that tokens without a page are not written."""
     it = Case([[(32, 4)]], 5)
     ((plane,),) = it.planes
     table = jnp.asarray(np.resize(NOWHERE, (B, 2)), jnp.int32)
@@ -182,7 +182,7 @@ SPECIAL = [0.0, -0.0, np.nan, np.inf, 1e-40, 3e38]
 
 
 def check_special(**options):
-    """Zeros are zeros, what is no number is none, and no neighbour sees either."""
+    """Assert that zeros stay zeros and NaN stays NaN, without effect on neighbours."""
     it = Case([[(16, 8)]], 8, jnp.float32)
     x = np.array(it.x[0])
     for t, value in enumerate(SPECIAL):

@@ -1,4 +1,4 @@
-"""Merging of partial results, against one softmax in float64; on a CPU Pallas' interpreter runs it."""
+"""Merging of partial results, compared with one float64 softmax; on a CPU, Pallas' interpreter runs it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ B, K, G = 2, 3, 4
 
 
 def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
-    """Parts as kernels leave them, and what they say: o [B, K·G, P, Z] and lse [B, K·G, P] in float64."""
+    """Return parts as kernels write them, with o [B, K·G, P, Z] and lse [B, K·G, P] in float64."""
     rng = np.random.default_rng(seed)
     o, lse = rng.normal(size=(B, K, P, G, Z)), 3 * rng.normal(size=(B, K, P, G))
-    # A part of a row saw nothing, and all parts of another head.
+    # One part of a row sees nothing, and neither does any part of another head.
     for at in ((0, 1, 0), (1, 2)):
         o[at], lse[at] = 0, -np.inf
     places = rng.permutation(Z) if order else np.arange(Z)

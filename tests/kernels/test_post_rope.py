@@ -1,4 +1,4 @@
-"""`post_rope`: lowers for CUDA everywhere it should, refuses the rest, and on a GPU equals its reference."""
+"""Kernel `post_rope`: lowering for CUDA, refusals, and equality with its reference on a GPU."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ def random_inputs(
     rotation_dtype: Any = None,
     seed: int = 0,
 ) -> list[jax.Array]:
-    """Arguments of `post_rope`, drawn in float64 and rounded to the dtypes that it takes."""
+    """Return arguments of `post_rope`, drawn in float64 and rounded to its dtypes."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -44,7 +44,7 @@ def random_inputs(
 
 
 def lower(arguments: list[Any], **options: Any) -> str:
-    """The kernel's custom call, compiled for CUDA as far as it goes without a GPU."""
+    """Lower the kernel for CUDA as far as possible without a GPU, and return its text."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     lowered = jax.jit(functools.partial(post_rope, **options)).trace(*shapes)
     return lowered.lower(lowering_platforms=("cuda",)).as_text()
@@ -145,7 +145,7 @@ def test_refuses(message: str) -> None:
 def test_equals_reference(
     H: int, R: int, keep_tail: bool, T: int, G: int, dtype: Any, rotation_dtype: Any
 ) -> None:
-    """No farther from float64 than twice what XLA loses in the same dtype, and nothing left unwritten."""
+    # The error is at most twice XLA's in the same dtype, and all outputs are written.
     C = H if keep_tail else R
     inputs = random_inputs(T=T, G=G, H=H, C=C, shift=True, dtype=dtype, rotation_dtype=rotation_dtype)
     fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)

@@ -1,4 +1,4 @@
-"""The prefill kernel: lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
+"""Prefill kernel: lowering for CUDA everywhere, refusals, and results on the device."""
 
 import itertools
 from dataclasses import asdict
@@ -109,22 +109,20 @@ def test_lowers_near_keys_alone(H, sinks):
 
 
 def geometry(**given):
-    """Zeros but for what is given."""
+    """Return a geometry with zeros for all other fields."""
     return prefill_items.Geometry(**dict.fromkeys(prefill_items.Geometry._fields, 0) | given)
 
 
 def near_item(g, block, first, end, base):
-    """An item of near keys alone."""
+    """Return an item of near keys alone."""
     steps = prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, base)))
     return prefill_items.Item(0, 0, 0, first, end, base, *map(int, steps))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
-    """Of queries at first … end - 1: steps cover window and sinks once, however far from the beginning.
-
-    Unmasked blocks are seen by all queries, and none that could be one has a mask.
-    """
+    # Queries are at first … end - 1. Steps cover window and sinks once, however far from the beginning. All
+    # queries see unmasked blocks, and only blocks that need one have a mask.
     rng = np.random.default_rng(seed)
     block, sinks, window = int(rng.choice([64, 128])), int(rng.integers(0, 9)), int(rng.integers(1, 900))
     first = int(rng.integers(0, rng.choice([300, 2**17])))
@@ -145,7 +143,7 @@ def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
 
 @pytest.mark.parametrize("base", [0, 300, -100])
 def test_near_keys_of_no_queries_are_not_visited(base):
-    """Tiles behind the end of a row, one of them at it."""
+    # These tiles are after the end of a row, one of them directly.
     g = geometry(keys="near", sinks=4, window=700)
     for first, end in ((512, 512), (1024, 900), (64, 0)):
         item = near_item(g, 64, first, end, base)
@@ -154,7 +152,7 @@ def test_near_keys_of_no_queries_are_not_visited(base):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_far_keys_are_visited_where_they_are(seed):
-    """Blocks without a mask hold far keys of every query alone; all blocks together hold all far keys."""
+    # Blocks without a mask hold only keys that are far for every query, and all blocks hold all far keys.
     rng = np.random.default_rng(seed)
     block, S = int(rng.choice([64, 128])), int(rng.integers(1, 700))
     sinks, window, first = (int(rng.integers(0, most)) for most in (9, 300, 900))
@@ -181,7 +179,7 @@ def test_far_keys_are_visited_where_they_are(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_blocks_of_keys_by_position(seed):
-    """Blocks said to be seen by all queries are, whole; those left out hold nothing that any sees."""
+    # All queries see the blocks that are marked so, and no query sees a key of skipped blocks.
     rng = np.random.default_rng(seed)
     config = PrefillConfig(block_kv=64, warpgroups=2)
     queries = np.sort(rng.permutation(900)[:400]) - int(rng.integers(0, 200))
@@ -239,7 +237,7 @@ def test_lowers_paged(page, R, Z, H):
 
 
 def test_blocks_divide_pages(monkeypatch):
-    """The measured ones too; without pages they are as they were measured."""
+    # Measured blocks divide pages too; without pages they stay as measured.
     found = {"block_kv": 256, "stages": 1, "warpgroups": 2, "overlap": False}
     monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, **widths: found)
 
@@ -252,7 +250,8 @@ def test_blocks_divide_pages(monkeypatch):
 
 
 def test_turns_are_of_whole_blocks(monkeypatch):
-    """By the default and by a table; pages that a block does not fit cut it, and have no turns."""
+    # Default and table configs have turns. A page that a block does not divide cuts the block, without
+    # turns.
     config = prefill_kernel.config_for
     for found in (prefill_kernel.IN_TURNS, PrefillConfig(128, 3, 3, turns=96)):
         table = asdict(found) if found.stages == 3 else None
@@ -366,7 +365,7 @@ def test_one_rank(R, Z, T, S, N, K, starts, dtype):
     PrefillConfig(64, 2, 1), PrefillConfig(64, 2, 2, overlap=True), PrefillConfig(64, 2, 2, turns=48),
 ])  # fmt: skip
 def test_scores_that_jump(R, Z, dtype, config):
-    """The maximum is raised for some warps and not for others, at some blocks."""
+    # At some blocks, only some warps raise their maximum.
     B, T, S, N, K, scale = 2, 256, 700, 4, 2, R**-0.5
     q, k = jumping(B, T, S, N, K, R, scale, dtype)
     v = draw(2, B, K, S, Z, dtype=dtype)
@@ -408,7 +407,7 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
 @pytest.mark.parametrize("window", [64, 256, 333, 512])
 @pytest.mark.parametrize(("T", "starts"), [(400, (0, 400)), (77, (3, 650)), (700, (0, 1))])
 def test_near_keys_alone(H, sinks, window, T, starts):
-    """With a halo that one row lacks; with far keys alone they merge to attention over all."""
+    # One row lacks a halo. Merged with far keys, the result is attention over all keys.
     B, N, K, starts = 2, 4, 2, np.array(starts)
     q, k, v = draw(0, B, T, N, H), draw(1, B, K, 1300, H), draw(2, B, K, 1300, H)
     halo = starts - window
@@ -432,7 +431,7 @@ def test_near_keys_alone(H, sinks, window, T, starts):
 @pytest.mark.parametrize("S", [192, 203, 256])
 @pytest.mark.parametrize(("sinks", "window"), [(0, 0), (4, 100)])
 def test_far_keys_of_queries_past_all_of_them(S, sinks, window):
-    """A block of keys that goes round a ring: rows that are not there count for nothing."""
+    # A block of keys goes round a ring; absent rows do not count.
     B, T, N, K, starts = 2, 150, 4, 2, np.array([190, 3000])
     q, k, v = draw(0, B, T, N, 64), draw(1, B, K, S, 64), draw(2, B, K, S, 96)
     options = {"scale": 0.125, "starts": starts, "sinks": sinks, "window": window, "keys": "far"}
@@ -454,7 +453,7 @@ PAGED = {
 @pytest.mark.parametrize("page", [64, 128, 256])
 @pytest.mark.parametrize("name", PAGED)
 def test_paged_equals_contiguous_bit_by_bit(name, page):
-    """Pages in any order; entries of those that no query sees are no page's, and no row's hold NaN."""
+    # Pages are in random order. Entries that no query sees are invalid, and pages of no row hold NaN.
     (R, Z, H, options), B, T, S, N, K = PAGED[name], 3, 300, 1024, 4, 2
     starts, ends = np.array([0, 70, 700]), np.array([300, 250, 1000])
     rng, there = np.random.default_rng(0), np.arange(0, S, page) < ends[:, None]

@@ -1,8 +1,8 @@
-"""The prefill kernel in JAX's interpreter, on a CPU: numerics of what needs no GPU to be told.
+"""Prefill kernel in JAX's interpreter, on a CPU: numerics that need no GPU.
 
-Its products and its vote are plain ones here, so that what is under test is which keys each query sees,
-through which buffers they come, and the softmax. Two things a GPU alone can test. Overlapped steps start a
-product and do not wait for it, for which the interpreter has no word; with two ranks it waits for ever.
+Plain functions replace its products and its vote. The tests cover the softmax, which keys each query sees,
+and the buffers that keys pass through. Only a GPU can test overlapped steps and two ranks. Overlapped steps
+start a product without a wait, which the interpreter does not support; with two ranks, it waits forever.
 """
 
 import os
@@ -28,7 +28,7 @@ from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
 NEEDS_CORES = pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4, reason="three warpgroups that wait for each other may hang on few cores"
+    (os.cpu_count() or 1) < 4, reason="three warpgroups that wait for each other may deadlock on few cores"
 )
 F32 = jnp.float32
 
@@ -87,7 +87,7 @@ def test_scores_that_jump(dtype):
 
 @pytest.fixture
 def turns_ungated(monkeypatch):
-    """Turns that nobody waits for: the interpreter has no word for named barriers."""
+    """Remove the waits for turns, because the interpreter does not support named barriers."""
     monkeypatch.setattr(prefill_turns, "_take_turn", lambda c, m: m)
     monkeypatch.setattr(prefill_turns, "_hand_on", lambda c, l: None)
 
@@ -97,7 +97,7 @@ def turns_ungated(monkeypatch):
 @pytest.mark.parametrize("starts", [0, 387])
 @pytest.mark.matrix
 def test_in_turns(config, starts):
-    """What the steps compute; that warpgroups keep to their turns a GPU alone can test."""
+    # This tests what the steps compute. Only a GPU can test that warpgroups keep to their turns.
     B, T, S, N, K, R, Z = 1, 190, 600, 2, 2, 32, 48
     q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     options = {"scale": 0.2, "starts": np.array([starts]), "lengths": np.array([starts + 183])}
@@ -119,7 +119,7 @@ def test_listed_blocks_in_turns():
 @pytest.mark.matrix
 @pytest.mark.parametrize("ends", [(250, 550), (187, 400)])
 def test_far_keys(ends):
-    """Of whole rows, of one that ends early, and of one that has no query at all."""
+    # Rows are whole, end early, or have no queries at all.
     B, T, S, N, K = 2, 150, 300, 2, 2
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 16)
     starts = np.array([100, 400])
@@ -137,11 +137,11 @@ NEAR_ALONE = {
     "a window within a tile": (150, (500, 77), (150, 150), 40),
     "a window of one": (70, (3, 700), (70, 65), 1),
 }
-"""T, starts, queries of each row that count, and the window."""
+"""T, starts, number of queries in each row, and the window."""
 
 
 def near_alone(T, starts, counts, window, sinks, halo, config):
-    """Checks attention to near keys alone, whose arrays begin `halo` tokens before the first query."""
+    """Check attention to near keys alone, whose arrays begin `halo` tokens before the first query."""
     B, H, starts = 2, 16, np.array(starts)
     S = int(max(starts)) + T + halo
     q, k, v = draw(0, B, T, 1, H), draw(1, B, 1, S, H), draw(2, B, 1, S, H)
@@ -170,7 +170,7 @@ def near_alone(T, starts, counts, window, sinks, halo, config):
     ],
 )
 def test_near_keys_alone(case, sinks, config):
-    """Arrays that begin before position 0 in some rows, and at a multiple of no block."""
+    # In some rows the arrays begin before position 0, and they never begin with a block.
     T, starts, counts, window = NEAR_ALONE[case]
     near_alone(T, starts, counts, window, sinks, window + 3, config)
 
@@ -179,7 +179,7 @@ def test_near_keys_alone(case, sinks, config):
 @pytest.mark.matrix
 @pytest.mark.parametrize(("sinks", "starts"), [(0, (800, 600)), (4, (640, 900)), (4, (7, 50))])
 def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
-    """Blocks before all windows are not visited; arrays of the first tokens begin long before any."""
+    # Blocks before all windows are skipped. Arrays of the first tokens begin long before any token.
     near_alone(140, starts, (140, 90), 400, sinks, 576, PrefillConfig(64, 2, 2))
 
 
@@ -198,7 +198,7 @@ def test_near_keys_alone_in_turns(config):
 @pytest.mark.parametrize("starts", [(0, 333), (127, 128)])
 @pytest.mark.full
 def test_listed_blocks(blocks, warpgroups, starts):
-    """Rows that end early, and begin anywhere; tiles that are a whole block of queries or half of one."""
+    # Rows begin anywhere and may end early. Tiles are a whole block of queries or half of one.
     B, T, S, N, K = 2, 300, 700, 4, 2
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
     starts = np.array(starts)
@@ -215,7 +215,7 @@ def test_listed_blocks(blocks, warpgroups, starts):
 @pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
 @pytest.mark.matrix
 def test_listed_blocks_of_a_query_that_ends_one(T, start):
-    """A tile whose only query stands last in a block of keys has no block with a mask."""
+    # If a tile's only query is the last of a block of keys, no block needs a mask.
     q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)
     starts, blocks = np.array([start]), (64, 64)
     listed, lists = lists_of(np.random.default_rng(0), 1, starts, starts + T, T, 192, blocks, 0.9)

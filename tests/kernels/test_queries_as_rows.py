@@ -1,6 +1,6 @@
-"""Queries of a piece of a prompt as rows of the kernels that decode: each chooses and reads by itself.
+"""Queries of a prompt chunk as rows of the decode kernels: each chooses and reads tokens by itself.
 
-All kernels run in JAX's interpreter, on rows and on pages, beside loops in float64.
+All kernels run in JAX's interpreter, on rows and on pages, and are compared with loops in float64.
 """
 
 import interpreting
@@ -19,12 +19,12 @@ from zdc_jax.ops import stored
 
 B, T, K, S, SINKS, WINDOW, COUNT, SCALE = 3, 3, 2, 384, 3, 2, 128, 0.2
 STARTS = np.array([381, 200, 4])
-"""Those of the last row have no far token, one, and two."""
+"""First positions. The last row's queries have no far token, one, and two."""
 KINDS = (32, 4), (32, 4), (64, 4)
 
 
 class Case:
-    """Queries of `groups` heads a KV head, and coded tokens, in rows or in pages."""
+    """Queries of `groups` heads per KV head, and quantized tokens, in rows or in pages."""
 
     def __init__(self, groups: int):
         rng = np.random.default_rng(groups)
@@ -33,7 +33,7 @@ class Case:
         self.planes = [coded(rng.normal(size=(B, K, S, C)), bits) for C, bits in KINDS]
 
     def run(self, page: int = 0):
-        """Slots chosen [B, T, K, n], results [B, T, N, Z] and their log-sum-exp [B, N, T]."""
+        """Return the chosen slots [B, T, K, n], results [B, T, N, Z] and their log-sum-exp [B, N, T]."""
         planes, table = self.planes, None
         if page:
             pool = Pool(planes, np.full(B, SINKS), self.positions[:, -1] + 1, page)
@@ -46,7 +46,7 @@ class Case:
         return np.asarray(slots), np.asarray(o, np.float64), np.asarray(lse, np.float64)
 
     def truth(self):
-        """The same."""
+        """Compute the results of `run` with loops."""
         index, rest, v = (read(plane) for plane in self.planes)
         k, G = np.concatenate([index, rest], -1), self.q.shape[2] // K
         q, (whole, unit) = np.asarray(self.q, np.float64), _rounded(self.q[..., :32], SCALE)
@@ -58,7 +58,7 @@ class Case:
             if not len(far):
                 continue
             scores = scored[b, t, heads] @ index[b, kv, far].T
-            sampled = scores[:, far < SAMPLE_BLOCK]  # One block in eight, of which these are three.
+            sampled = scores[:, far < SAMPLE_BLOCK]  # One block in eight, of at most three.
             worth = np.logaddexp.reduce(scores - np.logaddexp.reduce(sampled, axis=1)[:, None], axis=0)
             best = np.sort(far[np.argsort(-worth, kind="stable")[:COUNT]])
             slots[b, t, kv, : len(best)] = best

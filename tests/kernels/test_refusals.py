@@ -1,4 +1,4 @@
-"""What the refusals say of a call is what the kernels do with it, and on shapes alone."""
+"""Refusals of calls: equal to what the kernels raise, from shapes alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ integers = partial(shape, dtype=jnp.int32)
 
 
 def widths(rng: np.random.Generator, near: str) -> tuple[int, int, int]:
-    """R, Z and H that go with two ranks, with near keys alone, or with one rank."""
+    """Return R, Z and H for two ranks, near keys alone, or one rank."""
     R, Z = rng.choice([16, 32, 48, 64], 2)
     if near == "alone":
         return 0, 0, int(R + Z)
@@ -96,7 +96,7 @@ def post_rope_call(rng: np.random.Generator) -> Call:
 
 
 def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str, Any]) -> Call:
-    """One array of another size, dtype or number of axes, or another option."""
+    """Return a call with one array of another size, dtype or rank, or with one other option."""
     if options and rng.random() < 0.3:
         name = rng.choice(list(options))
         values = {"keys": ["all", "far", "near"], "qk_rank": [8, 48, 272], "keep_tail": [False, True]}
@@ -106,7 +106,7 @@ def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str,
     leaves, tree = jax.tree.flatten(arrays)
     index = rng.integers(len(leaves))
     dims, dtype = list(leaves[index].shape), leaves[index].dtype
-    if not dims:  # Its only axis is gone already.
+    if not dims:  # Its only axis is already removed.
         return arrays, options
     axis = rng.integers(len(dims))
     match rng.integers(5):
@@ -133,7 +133,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.matrix
 def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
-    """Random calls as they should be, which none refuses, and with one or two things changed."""
+    # Random calls are valid, and never refused, or have one or two changes.
     kernel, refusal, draw = KERNELS[name]
     rng, refused = np.random.default_rng(0), 0
     for index in range(CALLS):
@@ -176,12 +176,12 @@ def test_tables_of_pages(table, pages, message):
 
 
 def plane(*tokens: int, width: int = 64) -> kernels.Plane:
-    """Integers of 4 bits."""
+    """Return the shapes of a plane of 4-bit integers."""
     return kernels.Plane(shape(*tokens, width // 2, dtype=jnp.uint8), shape(*tokens, dtype=jnp.uint8), 4)
 
 
 def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 128, ints: Any = jnp.int32):
-    """What kernels say of arrays of these sizes, whose index arrays have a dtype."""
+    """Return the kernels' refusals of arrays with these sizes and index arrays of dtype `ints`."""
     at, of_rows = partial(shape, dtype=ints), shape(B, dtype=ints)
     q, one, k, held = shape(B, T, N, 64), shape(B, N, 64), shape(B, K, S, 64), plane(B, K, S)
     segments = [Segment(k, k, at(B, S))]
@@ -240,7 +240,7 @@ def test_index_arrays_are_integers():
     ],
 )
 def test_devices(monkeypatch, backend, capability, dtype, expected):
-    """Kernels say the same of another GPU; without one they may be lowered for it."""
+    # Kernels refuse another GPU alike. Without a GPU, they may be lowered for one.
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
     q, k = shape(1, 8, 2, 32, dtype=dtype), shape(1, 2, 8, 32, dtype=dtype)
@@ -250,7 +250,7 @@ def test_devices(monkeypatch, backend, capability, dtype, expected):
 
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
 def test_scores_keep_their_order(scale):
-    """Masked ones are -inf before they are scaled. Nothing else is looked at before, not even the device."""
+    # Masked scores are -inf before scaling. This check comes first, even before that of the device.
     x, keys = jnp.zeros((1, 2, 4, 16), jnp.bfloat16), jnp.zeros((1, 4, 64, 16), jnp.bfloat16)
     with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
         kernels.prefill_attention(x, keys, keys, scale=scale)

@@ -1,4 +1,4 @@
-"""Token classes: attention over contiguous segments against float64, and the merge on its own."""
+"""Token classes: attention over contiguous segments compared with float64, and the merge by itself."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ RANKS = [(64, 96), (32, 64)]
 
 
 def classes(T, share, seed):
-    """Positions of important and other tokens of each of two rows."""
+    """Return the positions of important and other tokens in each of two rows."""
     rng = np.random.default_rng(seed)
     count = int(share * T)
     rows = [rng.permutation(T) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_refuses_positions_of_another_shape(positions, message):
 
 
 def test_merge_is_one_softmax():
-    """Also where one part, or both, saw nothing."""
+    # One part, or both, may see nothing.
     rng = np.random.default_rng(0)
     scores, values = rng.normal(size=(6, 40)), rng.normal(size=(40, 8))
     visible = rng.random((6, 40)) < 0.3
@@ -67,7 +67,7 @@ def test_merge_is_one_softmax():
 @pytest.mark.parametrize("near", [{}, {"sinks": 4, "window": 192}])
 @pytest.mark.parametrize("queries", ["first class", "second class", "class order", "one"])
 def test_classes(share, near, queries):
-    """Empty slots among both classes, and slots that decoding filled out of order."""
+    # Both classes have empty slots, and decoding fills some slots out of order.
     T, N, K, H, rng = 1500, 4, 2, 64, np.random.default_rng(1)
     held = classes(T, share, 0)
     for p in held:
@@ -96,7 +96,7 @@ def test_classes(share, near, queries):
 
 
 def one_head(q, t, segments, b, kv, sinks=0, window=0):
-    """Float64 attention of one head: scores and values of all slots of all segments side by side."""
+    """Compute float64 attention of one head over all slots of all segments."""
     wide = max(s.v.shape[-1] for s in segments)
     scores = [f64(q)[:, : s.k.shape[-1]] @ f64(s.k[b, kv]).T for s in segments]
     values = [np.pad(f64(s.v[b, kv]), ((0, 0), (0, wide - s.v.shape[-1]))) for s in segments]

@@ -1,8 +1,8 @@
-"""The k largest scores of a row: the kernel lowers for CUDA, refuses what it cannot do, and is right.
+"""The k largest scores of a row: lowering for CUDA, refusals, and results of the kernel.
 
-On a CPU JAX's interpreter of GPU kernels runs it, where counting, running sums and access to computed places
-are replaced by plain jax.numpy; it also looks for races. What these do, and what the threads of a CTA do to
-each other, only the tests marked `gpu` can tell.
+On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces counts,
+running sums and access to computed addresses. Only the tests marked `gpu` cover these, and how the threads of
+a CTA affect each other.
 """
 
 import re
@@ -24,7 +24,7 @@ B, K = 2, 2
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38], np.float32)
 KINDS = {
     "normal": lambda rng, shape: rng.normal(size=shape),
-    # All agree in the first digit, then in the first two.
+    # All scores agree in the first digit, then in the first two.
     "one digit": lambda rng, shape: 100 + rng.normal(size=shape),
     "two digits": lambda rng, shape: 1 + rng.integers(0, 1000, shape) * 2.0**-23,
     "ties": lambda rng, shape: rng.integers(-2, 3, shape),
@@ -41,7 +41,10 @@ def shape(*dims, dtype=jnp.float32):
 
 @dataclass(frozen=True)
 class Case:
-    """Random scores of one kind, of which some count; a span, in shares of S, is that of K rows."""
+    """Random scores of one kind, of which those in a span count.
+
+    spans: one per sequence for all of its K rows, in shares of S.
+    """
 
     seed: int
     kind: str
@@ -54,11 +57,11 @@ class Case:
         scores = KINDS[self.kind](rng, (B, K, S)).astype(np.float32)
         j = np.arange(S)
         counts = (j >= begin[:, None]) & (j < end[:, None])
-        # What does not count must not be seen.
+        # Other scores must not be read.
         return np.where(counts[:, None], scores, rng.choice(SPECIAL, scores.shape)), begin, end
 
     def truth(self, k: int) -> np.ndarray:
-        """By numpy's stable sort, row by row; in float64, where no score is subnormal."""
+        """Select by numpy's stable sort, row by row, in float64, where no score is subnormal."""
         scores, begin, end = self.arrays()
         found = np.full((B, K, k), self.S)
         for b, kv in np.ndindex(B, K):
@@ -171,7 +174,7 @@ def test_is_right(interpreted, case, k):
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.matrix
 def test_is_right_where_many_scores_agree(interpreted, kind):
-    """As many as are held, more, or all, in the first digit or the first two."""
+    # As many scores as are selected, more, or all agree in the first one or two digits.
     Case(0, kind, 3 * BLOCK + 64, ((0.0, 1.0), (0.3, 0.95))).check(largest, 1024)
 
 
@@ -179,7 +182,7 @@ def test_is_right_where_many_scores_agree(interpreted, kind):
 @pytest.mark.parametrize("thin", [16, 64])
 @pytest.mark.matrix
 def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
-    """All that is looked at is among the best, or nothing: too few are likely, or too many."""
+    # The sample has only the best scores or none of them, so candidates are too few or too many.
     S = 5 * BLOCK
     group, place = np.divmod(np.arange(S) // RUN, thin)
     scores = np.random.default_rng(0).normal(size=(B, K, S))
@@ -192,7 +195,7 @@ def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
 @pytest.mark.parametrize("kind", ["ties", "equal"])
 @pytest.mark.matrix("whole rows-ties-spans0", "parts-ties-spans0")
 def test_is_right_of_parts_of_nothing(interpreted, kind, spans):
-    """Rows of no slots, of slots of one part only, and of more than all parts hold."""
+    # Rows have no slots, slots of one part only, or more slots than all parts hold.
     Case(0, kind, 9 * BLOCK, spans).check(largest, 128)
 
 
@@ -222,7 +225,7 @@ def test_is_right_on_the_device(case, k):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_is_right_of_many_rows_at_once(kind):
-    """More CTAs than the device holds."""
+    # The CTAs exceed the device's capacity.
     rng = np.random.default_rng(0)
     scores = jnp.asarray(KINDS[kind](rng, (600, 2, 2**14)), jnp.float32)
     begin, end = (

@@ -1,4 +1,4 @@
-"""The measured tables: every entry is a config that the kernels accept, the fastest of its times."""
+"""Tables of measured configs: the kernels accept every entry, and each is the fastest of its times."""
 
 import json
 

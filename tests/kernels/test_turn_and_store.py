@@ -1,4 +1,4 @@
-"""New tokens turned, coded and put in their places, against formulas and codes that do it one by one."""
+"""New tokens rotated, quantized and stored by one kernel, compared with formulas and separate quantizers."""
 
 import re
 from itertools import chain
@@ -28,7 +28,7 @@ H = 128
 
 
 class Case:
-    """New tokens at ragged places, and stores and rings that hold anything before."""
+    """New tokens at ragged places, and stores and rings with arbitrary earlier contents."""
 
     def __init__(
         self, kinds, B=3, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0, H=H, Hv=H
@@ -61,7 +61,7 @@ class Case:
             return plane(M, C, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, C), dtype)
 
         self.rings = [ring(H), ring(Hv)]
-        # The second row's token is padding; the third is a sink.
+        # The second row's token is padding, and the third is a sink.
         self.starts = np.resize([5 + WINDOW, 100, 2], B)
         self.ends = self.starts + np.resize([1, 0, 1], B)
 
@@ -84,7 +84,7 @@ class Case:
         return [jnp.asarray(x, jnp.int32) for x in (self.starts, self.ends)]
 
     def exact(self):
-        """q' [B, N, H] and k' [B, K, H] in float64, but for what the basis gets: it is rounded."""
+        """Compute q' [B, N, H] and k' [B, K, H] in float64, except that the basis' input is rounded."""
         turning = self.turning
         basis = [np.asarray(x, np.float64) for x in (turning.q, turning.k)]
 
@@ -126,7 +126,7 @@ class Case:
                 )
 
     def check_plane(self, x, old, new, starts, ends):
-        """New tokens read as near as the code comes; others hold what they did."""
+        """Assert that new tokens are as exact as the quantizer, and that others are unchanged."""
         code = FittedIntegers(old.bits)
         best = read(code, compiled_codes.encode(code, jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
         now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width)
@@ -134,7 +134,7 @@ class Case:
             written, true = now[b, :, start:end], x[b, :, None][:, : end - start]
             wrong = np.linalg.norm(written - true, axis=-1)
             least = np.linalg.norm(best[b, :, None] - x[b, :, None], axis=-1)
-            # What is coded was rounded to 16 bits before.
+            # The quantizer's input was rounded to 16 bits before.
             rounded = float(jnp.finfo(self.q.dtype).eps) / 2 * np.linalg.norm(true, axis=-1)
             np.testing.assert_array_less(wrong, 1.01 * least + rounded + 1e-6)
             others = np.delete(np.arange(old.reach.shape[2]), np.arange(start, end))
@@ -147,7 +147,7 @@ def read(code, coded, C):
 
 
 def near(found, exact, dtype):
-    """To what 16 bits round, by token and head."""
+    """Assert equality within 16-bit rounding, by token and head."""
     found = np.asarray(found, np.float64)
     wrong = np.linalg.norm(found - exact, axis=-1)
     np.testing.assert_array_less(wrong, float(jnp.finfo(dtype).eps) * np.linalg.norm(exact, axis=-1) + 1e-9)
@@ -174,12 +174,12 @@ def test_more_rows_than_a_program_has():
     ],
 )
 def test_other_head_dims(H, Hv, kinds):
-    """Values may have another than keys; then q, k and v are three arrays."""
+    # If values have another head dim than keys, then q, k and v are three arrays.
     Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
 def test_one_row():
-    """q, k and v of several heads are three arrays there."""
+    # With one row, q, k and v of several heads are three arrays.
     Case(KINDS["chosen"], B=1, G=2, shift=True).check(interpret=True)
 
 

@@ -1,4 +1,4 @@
-"""The cache against the plain list of all tokens."""
+"""The cache compared with a plain list of all tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from zdc_jax.ops.slots import EMPTY, ring_positions, slot_of_token
 
 @pytest.mark.parametrize(("sinks", "window"), [(3, 5), (0, 5), (3, 0), (9, 8)])
 def test_a_ring_holds_what_was_put_in_its_slots(sinks, window):
-    """Token by token in a list; a last one that is padding changes nothing."""
+    # The reference is a list, token by token. A last token that is padding changes nothing.
     slots = ring_slots(sinks, window, 40)
     held, near = [EMPTY] * slots, {"sinks": sinks, "window": window}
     for position in range(20):
@@ -36,7 +36,7 @@ def test_a_ring_holds_what_was_put_in_its_slots(sinks, window):
 )
 @pytest.mark.full
 def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, alignment):
-    """Every key near to a new token, sinks among them where rows begin at zero, has its own coordinates."""
+    # Each key near a new token has its own coordinates, and so do sinks where rows begin at zero.
     start, capacity = sum(pieces), sum(pieces) + new
     tokens = np.arange(1.0, capacity + 1)[None, :, None, None] * np.ones((1, 1, 1, 2))
     spec = PrefixRing(num_kv_heads=1, head_dim=2, dtype="float32", R=1, Z=1, sinks=sinks, window=window)

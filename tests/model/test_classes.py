@@ -1,4 +1,4 @@
-"""Two token classes against a model that keeps all coordinates and masks them, and the rules of classes."""
+"""Token classes compared with a model that masks all other coordinates, and rules of classes."""
 
 from dataclasses import replace
 
@@ -20,18 +20,18 @@ from zdc_jax.plan import LayerRanks, TokenClasses
 
 BLOCK = 16
 LENGTH = 64
-"""Rows of masked models are padded to multiples of it."""
+"""Padded length unit of rows in masked models."""
 
 
 def class_plan(tiny: TinyModel, leaders=(0,), fraction=0.4, more=32, less=16, **near) -> CompressionPlan:
-    """Layers after each leader keep `more` of important tokens and `less` of the others."""
+    """Return a plan whose layers after each leader keep `more` of important tokens and `less` of others."""
     important = (LayerRanks(more, more),) * tiny.config.num_layers
     classes = TokenClasses(leaders, (fraction,) * len(leaders), important, BLOCK)
     return replace(CompressionPlan.uniform(tiny.config, qk=less, v=less, **near), classes=classes)
 
 
 class Masked:
-    """All coordinates in the calibrated basis, with those that a plan drops masked pair by pair."""
+    """A model with all coordinates of the calibrated basis, of which pairs that a plan drops are masked."""
 
     def __init__(self, tiny: TinyModel, plan: CompressionPlan):
         self.network = tiny.model(CompressionPlan.full(tiny.config), tiny.basis()).network
@@ -39,9 +39,9 @@ class Masked:
         self.important = {leader: np.zeros(0, bool) for leader in plan.classes.leaders}
 
     def run(self, tokens: np.ndarray, classify) -> np.ndarray:
-        """Hidden states [T, D] of one row; `classify(importance, known)` extends the known classes.
+        """Return hidden states [T, D] of one row; `classify(importance, known)` extends the known classes.
 
-        Padded on the right, where nobody looks, so that operations are compiled for one length.
+        Rows are padded at the end, where no query looks, so that operations compile for one length.
         """
         T, whole = len(tokens), -(-len(tokens) // LENGTH) * LENGTH
         positions = jnp.arange(whole)[None]
@@ -91,7 +91,7 @@ class Masked:
 
 
 def by_blocks(fraction):
-    """Classes of a whole prompt: the most important of each block."""
+    """Return a function that classifies a whole prompt: the most important tokens of each block."""
 
     def classify(importance, known):
         out = np.zeros(len(importance), bool)
@@ -106,7 +106,7 @@ def by_blocks(fraction):
 
 
 def one_more(fraction, cap):
-    """The class of one more token: its rank in its block so far, as far as slots are left."""
+    """Return a function that classifies one more token by its rank in its block, while slots remain."""
 
     def classify(importance, known):
         start = (len(importance) - 1) // BLOCK * BLOCK
@@ -135,7 +135,7 @@ def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
 @pytest.mark.parametrize("near", NEAR)
 @pytest.mark.matrix
 def test_pieces_and_decoded_tokens_equal_masked_ones(tiny_llama: TinyModel, near):
-    """A ragged batch in two pieces, then token by token over the end of a block."""
+    # A ragged batch comes in two chunks, then token by token over the end of a block.
     plan = class_plan(tiny_llama, **near)
     network = tiny_llama.model(plan).network
     tokens, prompts = tiny_llama.tokens(2, 60), (46, 37)
@@ -227,7 +227,7 @@ def half(model):
 @pytest.mark.parametrize("near", ON_KERNELS)
 @pytest.mark.full
 def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
-    """A piece and a token; projections stay XLA's, so that every kernel is one of attention."""
+    # XLA keeps the projections of a chunk and a token, so each kernel is one of attention.
     network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = network.new_cache(batch=2, capacity=128)
@@ -242,12 +242,12 @@ def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
         traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert kernel in text
-        # Layers alike are one function: the rotary one, a leader's, a member's two, one of its near keys.
+        # Equal layers are one function: rotary embedding, a leader, two of a member, and one of near keys.
         assert text.count("custom_call @mosaic_gpu") == (5 if near else 4)
 
 
 def replayed(network, x, lse, implementation):
-    """One class layer on classes by a given lse: two pieces of a ragged batch, then tokens one by one."""
+    """Run one class layer with classes by a given lse: two chunks of a ragged batch, then single tokens."""
     specs, prompts, T = network.layer_caches, np.array([150, 113]), 160
     cache = network.new_cache(batch=2, capacity=192)
     group, layer, states, held = cache.layers[0].group, cache.layers[1], [], np.zeros(2, int)
@@ -274,7 +274,7 @@ def replayed(network, x, lse, implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("near", ON_KERNELS)
 def test_class_layer_on_kernels_is_that_on_xla(tiny: TinyModel, near):
-    """Error against float32 at most twice that of XLA in bfloat16, on the same classes."""
+    # The error against float32 is at most twice XLA's in bfloat16, with the same classes.
     exact = tiny.model(class_plan(tiny, **near))
     D, N = tiny.config.embed_dim, tiny.config.num_heads
     x, lse = (jax.random.normal(jax.random.key(i), (2, 160, n)) for i, n in enumerate((D, N)))

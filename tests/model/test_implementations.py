@@ -1,4 +1,4 @@
-"""Choice of an attention implementation, and the model on the kernels against the model on XLA."""
+"""Choice of an attention implementation, and the model on kernels compared with XLA."""
 
 import logging
 import re
@@ -82,7 +82,7 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
 )
 @pytest.mark.matrix
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
-    """Whole sequences, a piece of a prompt after another, one token: every layer chooses the kernels."""
+    # Whole sequences, consecutive prompt chunks, and one token: every layer chooses the kernels.
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = network.new_cache(batch=2, capacity=256)
@@ -108,9 +108,9 @@ def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
 
 
 def random_calls(rng):
-    """One call of each kind, at sizes that kernels take, or do not: function and shapes of its arrays."""
+    """Return one call of each kind, supported by kernels or not: a function and shapes of its arrays."""
 
-    # The later a choice, the likelier: the last is what kernels take.
+    # Later choices are likelier; kernels support the last.
     def pick(*choices):
         return choices[min(rng.integers(2 * len(choices)), len(choices) - 1)]
 
@@ -154,7 +154,7 @@ def random_calls(rng):
 
 
 def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
-    """A kernel's own ValueError would mean that it was asked about other arguments than it was given."""
+    # A kernel's own ValueError would mean that its refusal was checked with other arguments.
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     rng, served = np.random.default_rng(0), {}
     for _ in range(40):
@@ -172,7 +172,7 @@ def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
 
 
 def replay(network, tokens, implementation):
-    """Hidden states of a ragged batch: two pieces of prompt, then token by token."""
+    """Return hidden states of a ragged batch: two prompt chunks, then token by token."""
     B, T = tokens.shape
     lengths = np.array([T, T - 90])
     cache = network.new_cache(batch=B, capacity=256)
@@ -202,7 +202,7 @@ def replay(network, tokens, implementation):
     ],
 )
 def test_model_on_kernels_is_the_model_on_xla(config, name):
-    """Error against float32 at most twice that of XLA in bfloat16, cached (in pieces, ragged) and whole."""
+    # The error against float32 is at most twice XLA's in bfloat16, cached (ragged, in chunks) and whole.
     tiny = TinyModel(config)
     exact = tiny.model(CompressionPlan.uniform(config, **PLANS[name]))
     half = bfloat16(exact)
@@ -223,7 +223,7 @@ def test_model_on_kernels_is_the_model_on_xla(config, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("classes", [False, True])
 def test_every_layer_is_served_by_the_kernels(caplog, classes):
-    """Far attention at both ranks, at one, and none; token classes. And what refuses says why."""
+    # Far attention has both ranks, one, or none, or token classes. Refused calls give a reason.
     ranks = (LayerRanks(16, 16), LayerRanks(16, 16) if classes else LayerRanks(0, 0), LayerRanks(32, 32))
     plan = CompressionPlan(ranks, LLAMA.num_kv_heads, LLAMA.head_dim, sinks=4, window=64)
     if classes:

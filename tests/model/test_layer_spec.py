@@ -1,4 +1,4 @@
-"""What a checkpoint says of one layer, against NumPy in float64: windows, scales, norms, rotary tables."""
+"""Layer specs of checkpoints, compared with NumPy in float64: windows, scales, norms, rotary tables."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ SPECS = {
     "post, plain MLP, no rope": LayerSpec(norms="post", mlp="plain"),
     "all at once": LayerSpec(rope=OTHER_ROPE, window=7, scale=0.2, qk_norm=True, norms="sandwich"),
 }
-"""Each is the second of two layers behind a usual one: nothing may be taken from the whole model."""
+"""Specs of the second of two layers, after a usual one, so that no field may come from the whole model."""
 
 
 def config_of(name: str) -> ModelConfig:
@@ -38,7 +38,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 class Truth:
-    """One model in NumPy, float64, written from what `LayerSpec` says."""
+    """One model in NumPy, float64, from the definition of `LayerSpec`."""
 
     def __init__(self, tiny: TinyModel):
         self.config = tiny.config
@@ -111,7 +111,7 @@ def test_layers_compute_what_their_spec_says(model: TinyModel):
 
 @pytest.mark.matrix
 def test_cached_pieces_under_a_full_rank_plan_are_the_model(model: TinyModel):
-    """Folded, loaded and cached: what a spec says survives all of it."""
+    # A spec must survive folding, loading and caching.
     basis = model.basis(qk="balanced", vo="balanced")
     plan = CompressionPlan.full(model.config)
     plan.check_model(model.config, "")
@@ -134,7 +134,7 @@ def test_a_sliding_layer_caches_its_window_alone():
 
 
 def test_calibration_sees_each_layer_under_its_own_mask():
-    """Importance and moments of o are those of the window, not of all keys."""
+    # Importance and moments of o are those of the window, not of all keys.
     model = TinyModel(config_of("window"))
     tokens = model.tokens(2, 32)
     taken = observe(model.dense, jnp.asarray(tokens), lambda seen: (seen.x, seen.lse, seen.o))

@@ -1,4 +1,4 @@
-"""Prompts that are read exactly, and only then compressed."""
+"""Prompts that are read exactly and compressed afterwards."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def tokens() -> np.ndarray:
 @pytest.mark.parametrize("method", ["zdc", "int8", "palu"])
 @pytest.mark.matrix("zdc-llama", "palu-opt")
 def test_a_prompt_sees_itself_as_the_unmodified_model_does(config, method):
-    """The plan costs nothing within the prompt."""
+    # The plan costs nothing within the prompt.
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=8, sinks=2)
     network = TinyModel(config).model(replace(plan, method=method, settings=None)).network
     exact = TinyModel(config).model(CompressionPlan.full(config)).network
@@ -34,7 +34,7 @@ def test_a_prompt_sees_itself_as_the_unmodified_model_does(config, method):
 
 
 def test_what_is_left_is_the_cache_that_pieces_leave():
-    """At full rank both ways of reading give the same, so that the same tokens follow."""
+    # At full rank, both ways of reading give the same cache, and so the same next tokens.
     network = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA)).network
     end, piece = jnp.asarray(LENGTHS), jnp.asarray(tokens())
     _, exact = network.read_prompt(piece, end, capacity=48)

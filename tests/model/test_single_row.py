@@ -1,4 +1,4 @@
-"""A single row in 16 bits goes through weights twice, and through attention and its cache once."""
+"""Single sequences in 16 bits: two rows for weights, and one row for attention and its cache."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from conftest import TinyModel
 from decoding_steps import assert_one_of_two
 
 TOKENS = 4
-"""That are decoded."""
+"""Number of decoded tokens."""
 ON_DEVICE = [name for name in METHODS if not any(spec.host_bytes(1024) for spec in specs_of(name))]
-"""A row of what lies in the host's memory cannot be taken out."""
+"""Methods without tokens in host memory, from which no row can be extracted."""
 
 
 @pytest.mark.matrix("token classes")

@@ -1,4 +1,4 @@
-"""Pieces of some rows beside tokens of the others give what one after the other gives."""
+"""Chunks of some sequences together with tokens of others, compared with one after the other."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.model.together import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS
-"""Tokens of a page; the row of a piece that is none."""
+"""Tokens of a page; the row of an empty chunk."""
 STEPS = {
     "one piece": [[(1, 0, PIECE)], [(1, PIECE, PIECE - 5)]],
     "two pieces and none": [
@@ -21,7 +21,7 @@ STEPS = {
         [(0, 7, 5), (1, PIECE // 2, PIECE // 2 + 3), (NOWHERE, 0, 0)],
     ],
 }
-"""Rows, first positions and tokens of the pieces of two steps, one after the other."""
+"""Rows, first positions and tokens of the chunks of two successive steps."""
 PAGED = [
     name
     for name in METHODS
@@ -30,7 +30,7 @@ PAGED = [
 
 
 def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
-    """Each piece, and then the tokens. Pieces are padded to one length, for one program."""
+    """Run each chunk, then the tokens. Chunks are padded to one length, for one program."""
     states, first, lengths = [], 0, cache.lengths
     for row, begin, last in zip(*place, strict=True):
         if row == NOWHERE:
@@ -58,7 +58,7 @@ def test_together_is_one_after_the_other(name, steps):
     text = jnp.asarray(model.tokens(ROWS, CAPACITY, seed=3))
     cache = KVCache.create(specs, batch=ROWS, capacity=CAPACITY)
     cache = replace(cache, table=jnp.asarray(table))
-    # The readers' rows served other texts before.
+    # The rows that read chunks served other texts before.
     _, cache = network.extend(cache, text[:, :PIECE], jnp.array([PIECE, 9, 5]))
 
     held = {"alone": cache, "together": cache}
@@ -69,7 +69,7 @@ def test_together_is_one_after_the_other(name, steps):
         padded, found = jnp.pad(pieces, (0, PIECE - len(pieces))), {}
         decode = np.array([row not in readers for row in range(ROWS)])
         for way, run in (("alone", alone), ("together", extend_together)):
-            # A row that reads has no token of its own.
+            # A row that reads a chunk has no token of its own.
             lengths = jnp.where(decode, held[way].lengths, 0)
             tokens, end = text[jnp.arange(ROWS), lengths], lengths + decode
             given = replace(held[way], lengths=lengths), place, padded, tokens, end
@@ -82,7 +82,10 @@ def test_together_is_one_after_the_other(name, steps):
 
 
 def assert_same(specs, found) -> None:
-    """To a few float32 roundings of the largest; a coordinate in 8 bits may fall to the next level."""
+    """Assert equality within a few float32 roundings of the largest.
+
+    A coordinate in 8 bits may round to the next level.
+    """
     coded = any(getattr(spec.spec, "near_code", None) for spec in specs)
     expected, tolerance = np.asarray(found["alone"]), 2e-3 if coded else 2e-5
     error = np.abs(np.asarray(found["together"]) - expected).max()

@@ -1,4 +1,4 @@
-"""Cached = uncached, chunked = whole, ragged = one by one; arrays are physically smaller."""
+"""Transformer: cached = uncached, chunked = whole, ragged = one by one; arrays are physically smaller."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def extend(network, cache, tokens, end):
 
 
 def replay(network, tokens, pieces):
-    """Logits [B, T, V] of right-padded rows, prefilled in `pieces` and then decoded token by token."""
+    """Return logits [B, T, V] of right-padded rows, after prefill in chunks and decoding token by token."""
     B, T = tokens.shape
     cache = network.new_cache(batch=B, capacity=96)
     logits = np.full((B, T, network.config.vocab_size), np.nan, np.float32)
@@ -50,7 +50,7 @@ def test_ranks_per_layer(tiny: TinyModel, pieces):
 
 
 def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
-    """All of them: a NumPy array cannot be indexed inside `jax.lax.map`, as the K-means route does."""
+    # A NumPy array cannot be indexed inside `jax.lax.map`, as the K-means route does.
     host = jax.tree.map(np.asarray, (tiny_opt.embeddings, tiny_opt.layers))
     network = Transformer(tiny_opt.config, CompressionPlan.full(tiny_opt.config), *host)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
@@ -114,7 +114,7 @@ def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, cen
 
 @pytest.mark.matrix
 def test_truncation_costs_what_was_truncated(tiny: TinyModel):
-    """Fewer coordinates, larger error; a window brings it down."""
+    # With fewer coordinates the error grows; a window reduces it.
     tokens = jnp.asarray(tiny.tokens(2, 64))
     expected = np.asarray(tiny.dense(tokens))
     basis = tiny.basis()
@@ -128,7 +128,7 @@ def test_truncation_costs_what_was_truncated(tiny: TinyModel):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_single_token_has_the_product_of_one_of_many(dtype):
-    """Within half a step of the dtype of the product in float64, as the same token beside another."""
+    # The error is at most half a unit of the dtype, as with a second token.
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 1, 96), (96, 4, 32)))
     exact = np.einsum("BTD,DNH->BTNH", *(np.asarray(each, np.float64) for each in (x, weight)))

@@ -1,4 +1,4 @@
-"""One process of `test_processes`: what `zdc generate` prints, a stream, last hidden states, a benchmark."""
+"""One process of `test_processes`: output of `zdc generate`, a stream, last hidden states, a benchmark."""
 
 import sys
 
@@ -21,7 +21,7 @@ model, gathered = (
     load(f"{folder}/model", mesh=MeshConfig(sequence=4), weights=weights)
     for weights in ("replicated", "gathered")
 )
-# Of four pieces, the next of which is asked for while one is made.
+# There are four chunks, and each is requested while the one before is computed.
 deltas = list(stream(model, [[5, 6, 7], [9]], 20, stop_tokens=()))
 np.save(
     f"{folder}/streamed-{process_id}.npy",

@@ -1,4 +1,4 @@
-"""Mesh configs and what they refuse; one device is enough."""
+"""Mesh configs and their refusals; one device suffices."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""On several real devices: results are those of one device, and attention runs beside the exchange."""
+"""Several real devices: results equal those of one device, and attention overlaps the exchange."""
 
 import queue
 import re
@@ -32,7 +32,7 @@ from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 @pytest.mark.multigpu
 @pytest.mark.parametrize("near", [{}, {"window": 64, "sinks": 4}])
 def test_runahead_in_padded_pieces(near):
-    """In float32, so that nothing but a wrong or early hop can differ."""
+    # In float32, results differ only if a hop is wrong or too early.
     degree = 4 if jax.device_count() >= 4 else 2
     pieces = (700, 1, 500, 299) if degree == 4 else (700, 800)
     model = TinyModel(
@@ -54,7 +54,7 @@ def test_runahead_in_padded_pieces(near):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("near", [{}, {"window": 64, "sinks": 4}])
 def test_token_classes(near):
-    """In float32, so that rounding moves no token to the other class."""
+    # In float32, rounding moves no token to the other class.
     degree = 4 if jax.device_count() >= 4 else 2
     model = TinyModel(
         replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2, max_positions=2048)
@@ -76,7 +76,7 @@ def test_token_classes(near):
 
 @pytest.mark.multigpu
 def test_codes_on_kernels_are_those_of_one_device():
-    """What arrives is what one device stores; attention differs by rounding, where parts are merged."""
+    # The tokens that arrive are those that one device stores. Merged attention differs by rounding.
     codes = {"key_code": Split(32, FittedIntegers(6), FittedIntegers(3)), "value_code": FittedIntegers(4)}
     near = {"sinks": 4, "window": 128, "near_code": FittedIntegers(8)}
     spec = CodedStore(num_kv_heads=4, head_dim=128, dtype="bfloat16", R=128, Z=128, **near, **codes)
@@ -103,13 +103,13 @@ def test_codes_on_kernels_are_those_of_one_device():
         np.testing.assert_array_equal(ours, theirs)
     off, whole = (np.asarray(x, np.float64) for x in (got - alone.o, alone.o))
     by_head = np.linalg.norm(off, axis=(1, 3)) / np.linalg.norm(whole, axis=(1, 3))
-    assert by_head.max() < 4e-3, "half of what bfloat16 rounds off, twice"
+    assert by_head.max() < 4e-3, "two rounding errors of bfloat16"
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("steps", [1, 4])
 def test_engine_answers_as_generate_on_one_device(steps):
-    """In float32; one prompt is read whole, its tokens divided, the others in pieces."""
+    # Results are in float32. One prompt is read whole, with its tokens divided, and the others in chunks.
     config = replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2)
     model = TinyModel(config).model(CompressionPlan.full(config))
     prompts = [prompt.tolist() for prompt in np.split(np.arange(3, 93) % 61, (9, 30))]
@@ -132,7 +132,7 @@ def test_engine_answers_as_generate_on_one_device(steps):
 
 @pytest.mark.multigpu
 def test_attention_runs_beside_the_exchange():
-    """In the order of the compiled program: near attention, and far attention of each group of heads."""
+    # In the compiled program, near attention and far attention of each group of heads come in this order.
     mesh, tokens = MeshConfig(sequence=2).create(), PartitionSpec(None, "sequence")
     spec = PrefixRing(num_kv_heads=8, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
 
@@ -148,7 +148,7 @@ def test_attention_runs_beside_the_exchange():
 
 
 def scheduled(text: str) -> list[str]:
-    """Starts and ends of all-to-alls, and our kernels, in the order of the entry computation."""
+    """Return starts and ends of all-to-alls, and our kernels, in the order of the entry computation."""
     lines = text[text.index("\nENTRY") :].splitlines()
     kinds = {r" all-to-all-start\(": "start", r" all-to-all-done\(": "done", '"mosaic_gpu': "kernel"}
     return [kind for line in lines for pattern, kind in kinds.items() if re.search(pattern, line)]

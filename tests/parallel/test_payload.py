@@ -1,4 +1,4 @@
-"""Messages of float8 and of codes against their definitions, and scales against what they promise."""
+"""Messages in float8 and in quantized form, compared with their definitions, and their scales."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ SCALES = 2.0 ** np.array([[5, -7, -20, -3, 0, 9]])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.matrix
 def test_numbers_in_range_keep_four_bits(dtype):
-    """Half a unit of 3 bits of mantissa, 2^-4 of a number; below 2^-6 half of 2^-9. All times the scale."""
+    # 3 bits of mantissa give half a unit, 2^-4 of a number; below 2^-6 half of 2^-9, all times the scale.
     rng = np.random.default_rng(0)
     magnitude = 2.0 ** rng.uniform(-12, np.log2(448), (1, 500, 1, 6)) * SCALES
     x = jnp.asarray(np.where(rng.random(magnitude.shape) < 0.5, -1, 1) * magnitude, dtype)
@@ -72,7 +72,7 @@ def test_scales_are_powers_of_two_with_headroom():
 @pytest.mark.parametrize("width", [1, 8, 20, 32, 64, 80])
 @pytest.mark.matrix
 def test_codes_arrive_as_in_float64(kind, width):
-    """But for what lies at the middle of two levels, and reaches that err alike."""
+    # Exceptions are numbers midway between two levels, and scales with equal errors.
     form = getattr(Formats.coded(width, width), kind)
     x = np.random.default_rng(width).standard_t(4, (1, 300, 2, width)).astype(np.float32) * 3.1
     parts = form.pack(jnp.asarray(x))
@@ -91,7 +91,7 @@ def test_codes_arrive_as_in_float64(kind, width):
 
 @pytest.mark.full
 def test_what_is_zero_or_no_number():
-    """Zeros arrive as zeros; what is no number stays in its block of its token and head."""
+    # Zeros arrive as zeros, and NaN stays within its block of its token and head.
     form, x = Formats.coded(32, 32).q, np.random.default_rng(0).normal(size=(1, 5, 2, 32)).astype(np.float32)
     x[0, 1, 0], x[0, 2, 1, 0], x[0, 3, 0, 31] = 0, np.inf, np.nan
     got = np.asarray(form.unpack(*form.pack(jnp.asarray(x, jnp.bfloat16)), dtype=jnp.bfloat16))
@@ -106,7 +106,7 @@ def test_what_is_zero_or_no_number():
 @pytest.mark.parametrize("bits", [3, 4, 6])
 @pytest.mark.matrix
 def test_what_arrives_is_no_shorter(bits):
-    """Products of vectors with what arrives of them; with the nearest levels they are 4 % less at 3 bits."""
+    # Products of vectors with what arrives are unbiased; with the nearest levels, they lose 4 % at 3 bits.
     x = np.random.default_rng(0).normal(size=(1, 4000, 1, 64)).astype(np.float32)
     form = RotatedIntegers(64, ((64, bits),))
     got = np.asarray(form.unpack(*form.pack(jnp.asarray(x)), dtype=jnp.float32))
@@ -114,7 +114,7 @@ def test_what_arrives_is_no_shorter(bits):
 
 
 def test_bytes_of_codes():
-    """Levels in whole bytes and a reach, twice where the first quarter has one of its own."""
+    # A vector has levels in whole bytes and a scale, and a second scale if its first quarter has its own.
     q, k, v, o, first = BITS
     quarter = 16 * first // 8 + 1
     assert row_bytes("q", 64, "coded", 2) == quarter + 48 * q // 8 + 1

@@ -1,4 +1,4 @@
-"""Two processes on one mesh, as one device, and measured; processes that wait for one that never comes."""
+"""Two processes on one mesh, compared with one device and timed; processes that wait for an absent one."""
 
 import json
 import os
@@ -33,6 +33,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.full
 def test_two_processes_give_what_one_gives(tmp_path, capsys):
     TinyModel(replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)).write(
         tmp_path / "model"
@@ -89,7 +90,7 @@ def test_processes_that_never_come_are_named():
 
 
 def calling(port: int, line: bytes) -> socket.socket:
-    """A connection to process 0, once it listens."""
+    """Return a connection to process 0, once it listens."""
     while True:
         try:
             connection = socket.create_connection(("127.0.0.1", port), timeout=20)

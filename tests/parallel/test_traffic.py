@@ -1,4 +1,4 @@
-"""Bytes of well-known shapes, and every way in which a compiled program writes a collective."""
+"""Bytes sent for well-known shapes, and all forms of collectives in compiled programs."""
 
 import pytest
 
@@ -25,13 +25,13 @@ LLAMA_7B = ModelConfig(
 
 
 def test_dense_ulysses():
-    """Four of N H coordinates a token (q, k, v, o), of which (U-1)/U leave."""
+    # Each token has four times N H coordinates (q, k, v, o), of which (U-1)/U leave the device.
     sent = prefill_bytes(LLAMA_7B, CompressionPlan.full(LLAMA_7B), length=131072, degree=4)
     assert sent == 32 * 4 * (131072 // 4) * 32 * 128 * 2 * 3 // 4
 
 
 def test_truncated_exchange_is_a_share_of_dense():
-    """(R + Z) / 2H, and halo, sinks and log-sum-exp on top."""
+    # The share is (R + Z) / 2H, plus halo, sinks and log-sum-exp.
     dense = prefill_bytes(LLAMA_7B, CompressionPlan.full(LLAMA_7B), length=131072, degree=4)
     bare = CompressionPlan.uniform(LLAMA_7B, qk=32, v=64)
     near = CompressionPlan.uniform(LLAMA_7B, qk=32, v=64, window=512, sinks=4)
@@ -42,7 +42,7 @@ def test_truncated_exchange_is_a_share_of_dense():
 
 
 def test_coded_exchange_of_all_coordinates():
-    """Of q and k 32 coordinates in 6 bits and 96 in 4, of v and o all in 4, a byte a block; halo in 6."""
+    # q and k have 32 coordinates in 6 bits and 96 in 4, v and o all in 4, a byte per block; the halo has 6.
     t, each = 131072 // 4, 2 * (24 + 1 + 48 + 1) + 2 * (64 + 1)
     exchanged = t * 3 // 4 * 32 * (each + 2)
     near = 32 * (256 * 2 * (96 + 1) + 2 * 3 * 4 * 256 * 2 // 4)
@@ -98,7 +98,7 @@ def test_asynchronous_collectives_of_gpus(shape, kind, expected):
 
 
 def test_asynchronous_computation():
-    """One that is not written as a `-start` counts where its computation is written."""
+    # A collective without `-start` counts where its computation is written.
     text = """
 %async_computation (p: u16[4,8]) -> u16[4,8] {
   ROOT %all-to-all.1 = u16[4,8]{1,0} all-to-all(%p), replica_groups={{0,1,2,3}}, dimensions={0}
@@ -111,7 +111,7 @@ ENTRY %main {
 
 
 def test_the_device_that_sends_most_counts():
-    """Device 1 sends 8 + 20 bytes in permutes; all send 16 in the all-gather."""
+    # Device 1 sends 8 + 20 bytes in permutes; all devices send 16 in the all-gather.
     permute = "%x = f32[{}]{{0}} collective-permute(%a), source_target_pairs={}"
     text = [permute.format(2, "{{0,1},{1,2}}"), permute.format(5, "{{1,2}}"), permute.format(4, "{{2,3}}")]
     gather = "%x = f32[8]{0} all-gather(%a), replica_groups=[1,2]<=[2], dimensions={0}"

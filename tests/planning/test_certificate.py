@@ -1,4 +1,4 @@
-"""The error certificate, and ranks solved from it."""
+"""Error certificate, and ranks solved from it."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def basis():
 
 
 def test_certificate_is_the_error_of_truncated_scores():
-    """Root-mean-square of q kᵀ - q_R k_Rᵀ over all pairs, from the second moments alone."""
+    # The certificate is the root-mean-square of q kᵀ - q_R k_Rᵀ over all pairs, from second moments alone.
     tiny = TinyModel(LLAMA)
     moments = collect_moments(tiny.dense, tiny.tokens(4, 64, seed=1), fingerprint="tiny")
     basis, R = tiny.basis(), 16

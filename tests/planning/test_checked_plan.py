@@ -1,4 +1,4 @@
-"""Checked plans against the smallest of all plans of made-up models whose true costs are not as predicted."""
+"""Checked plans, compared with the smallest of all plans of invented models with mispredicted costs."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,12 +29,12 @@ CODE_CHOICES = [LayerRanks(0, 0), *(build_layer(keys, values) for keys, values i
 
 
 def ranks_size(ranks: LayerRanks) -> int:
-    """What tells the bytes of a far token apart."""
+    """Return a measure that orders the bytes of a far token."""
     return ranks.qk + ranks.v
 
 
 def codes_size(ranks: LayerRanks) -> int:
-    """Bits of a far token and head: levels, and scales of a byte."""
+    """Count the bits of a far token and head: levels, and scales of one byte."""
     if not (codes := ranks.settings):
         return 0
     first = codes.bits_index if codes.index else 0
@@ -47,10 +47,10 @@ def rank_forecast(profile: Profile) -> Forecast:
 
 
 def code_forecast(profile: Profile) -> Forecast:
-    """Of a basis whose energy falls from coordinate to coordinate."""
+    """Return a forecast for a basis whose energy falls from coordinate to coordinate."""
     rms = np.random.default_rng(0).lognormal(size=(LAYERS, CONFIG.num_kv_heads, 48)) ** 0.5
     basis = SimpleNamespace(k_map=np.zeros((*rms.shape, 48)), k_rms=-np.sort(-rms), q_rms=-np.sort(-rms))
-    # Codes lose a small part of what a layer costs without far tokens.
+    # Quantization loses a small part of what a layer costs without far tokens.
     return coded_forecast(CONFIG, replace(profile, far_nats=10 * profile.far_nats), basis)
 
 
@@ -61,7 +61,7 @@ KINDS = {
 
 
 def profile(seed: int) -> Profile:
-    """Of layers whose distant tokens are worth from much less to much more than the limits below."""
+    """Return a profile whose layers' far tokens are worth from much less to much more than the limits."""
     rng = np.random.default_rng(seed)
 
     def error():
@@ -72,7 +72,7 @@ def profile(seed: int) -> Profile:
 
 
 class Truth:
-    """What plans cost: of each layer what is predicted times a factor of its own, and noise."""
+    """True costs of plans: each layer's predicted cost times a factor of its own, plus noise."""
 
     def __init__(self, kind: str, seed: int, spread: float, noise: float = 0.0):
         rng = np.random.default_rng(seed + 1)
@@ -85,18 +85,18 @@ class Truth:
         }
 
     def measure(self, plan: CompressionPlan) -> float:
-        """The relative increase of perplexity, once for each plan."""
+        """Return the relative increase of perplexity, once for each plan."""
         assert plan not in self.measured
         costs = (self.costs[plan.window][i][self.choices.index(ranks)] for i, ranks in enumerate(plan.layers))
         noise = self.noise * np.random.default_rng(len(self.measured)).normal()
         return self.measured.setdefault(plan, float(np.expm1(sum(costs) + noise)))
 
     def checked(self, limit: float) -> CompressionPlan | None:
-        """What is under test."""
+        """Return the checked plan of this limit."""
         return checked_plan(self.forecast, self.measure, max_degradation=limit, context=CONTEXT)
 
     def smallest(self, limit: float) -> int:
-        """Bytes of the smallest of all plans within the limit: dynamic programming over sizes."""
+        """Return the bytes of the smallest plan within the limit, by dynamic programming over sizes."""
         sizes = []
         for window, layers in self.costs.items():
             least: dict[int, tuple[float, tuple[LayerRanks, ...]]] = {0: (0.0, ())}
@@ -124,7 +124,7 @@ class Truth:
 )
 @pytest.mark.full
 def test_checked_plans_hold_the_limit(kind, seed, spread, noise, limit):
-    """However wrong predictions and measurements are; a plan is measured once, and at most `CHECKS` are."""
+    # Predictions and measurements may be wrong. Each plan is measured once, and at most `CHECKS` are.
     truth = Truth(kind, seed, spread, noise)
     plan = truth.checked(limit)
     held = [each for each, increase in truth.measured.items() if increase <= limit]
@@ -135,7 +135,7 @@ def test_checked_plans_hold_the_limit(kind, seed, spread, noise, limit):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full
 def test_checked_plans_are_near_the_smallest_of_all(kind, monkeypatch):
-    """Of models whose layers cost half to twice what is predicted; paths alone do not bring them there."""
+    # Layers cost half to twice their prediction, which paths alone do not compensate.
     models = [(kind, seed, 0.6) for seed in range(4)]
     least = np.array([Truth(*model).smallest(0.02) for model in models])
 

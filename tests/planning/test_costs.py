@@ -1,4 +1,4 @@
-"""The cost model of attention against the measurements it was fitted to, and its own arithmetic."""
+"""Cost model of attention, compared with the measurements that it was fitted to, and its arithmetic."""
 
 from dataclasses import asdict, replace
 
@@ -18,7 +18,7 @@ ROWS = measured_rows()
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_measured_row_is_met(row):
-    """Two classes that decode also read positions, which the model leaves out."""
+    # Two classes also read positions when decoding, which the model leaves out.
     within = 0.09 if row.kind == "decode" and len(row.parts) == 2 else 0.07
     assert row.predicted(H200) == pytest.approx(row.seconds, rel=within)
 
@@ -37,7 +37,7 @@ def test_more_tokens_and_higher_ranks_cost_more(tokens, more, ranks, up, near):
     for price in (H200.prefill, H200.decode):
         assert price(small, [(1.0, low)]) < price(large, [(1.0, low)])
         assert price(small, [(1.0, low)]) <= price(small, [(1.0, high)]) * (1 + 1e-12)
-        # Near keys alone are all masked blocks, which only longer prompts outweigh.
+        # Attention to near keys alone has only masked blocks, which only longer prompts outweigh.
         if window and (price == H200.decode or tokens >= 16 * (window + sinks)):
             assert price(small, [(1.0, LayerRanks(0, 0))]) <= price(small, [(1.0, low)]) * (1 + 1e-12)
 
@@ -68,7 +68,7 @@ def test_a_request_adds_up_over_layers_and_classes():
 
 
 def test_layers_are_priced_by_their_own_windows():
-    """Those of the plan say the same: the last 4096 tokens are all that a layer keeps."""
+    # The plan's window says the same: layers keep the last 4096 tokens.
     own = (LayerRanks(0, 0, 4096),) * 4
     full = CompressionPlan(own, num_kv_heads=8, head_dim=128)
     near = CompressionPlan(own, num_kv_heads=8, head_dim=128, window=512, sinks=4)

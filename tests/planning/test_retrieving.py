@@ -1,4 +1,4 @@
-"""Heads that retrieve: on patterns made by hand, and as whole attention matrices say."""
+"""Retrieval heads: scores on patterns by hand, and by whole attention matrices."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from zdc_jax.planning.retrieving import best_heads, induction, retrieving_heads
 
 
 def probabilities(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Causal attention [B, N, T, T] of q [B, T, N, H] to k [B, T, K, H], in float64."""
+    """Compute causal attention [B, N, T, T] of q [B, T, N, H] to k [B, T, K, H] in float64."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     scores = scale * np.einsum("BTNH,BSNH->BNTS", q, k.repeat(q.shape[2] // k.shape[2], 2))
     weights = np.tri(q.shape[1]) * np.exp(scores - scores.max(-1, keepdims=True))
@@ -22,14 +22,15 @@ def probabilities(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
 
 
 def seen(q: np.ndarray, k: np.ndarray) -> Seen:
-    """What a layer of scale 1 shows whose heads attend to one key each."""
+    """Return the observations of a layer with scale 1, whose heads attend to one key each."""
     q, k = jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
     lse = jnp.einsum("BTNH,BSNH->BNTS", q, k.repeat(q.shape[2] // k.shape[2], 2)).max(-1)
     return Seen(None, q, k, None, None, lse, SimpleNamespace(scale=1.0))
 
 
 def test_the_heads_that_look_behind_the_first_occurrence_score():
-    """Keys are of their place, and query heads look so many tokens back; five of them is there."""
+    # Keys encode their positions, and each query head looks `back` tokens back. Five is after the first
+    # occurrence.
     T, K, back = 12, 4, [5, 0, 5, 5, 4, 6, 0, 11]
     k = np.broadcast_to(np.eye(T)[None, :, None], (1, T, K, T))
     places = np.maximum(np.arange(T)[:, None] - back, 0)

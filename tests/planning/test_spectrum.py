@@ -1,4 +1,4 @@
-"""Ranks from spectra: the budget, where coordinates go, and every refusal."""
+"""Ranks from spectra: the budget, the distribution of coordinates, and every refusal."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def spectra(layers: int = 12, heads: int = 3, dim: int = 64, seed: int = 0) -> n
 
 
 def basis_of(qk: np.ndarray, vo: np.ndarray) -> Basis:
-    """A basis with these spectra [L, K, H]; nothing else of it counts here."""
+    """Return a basis with these spectra [L, K, H]; its other fields do not matter."""
     maps, errors = np.zeros((*qk.shape, 1)), np.zeros((*qk.shape[:2], qk.shape[2] + 1))
     ones = np.ones(qk.shape[:2])
     return Basis(maps, maps, "balanced", "balanced", qk, vo, errors, errors, ones, ones, 1, 1, "abc")
@@ -36,7 +36,7 @@ def test_the_budget_is_kept_with_few_kernels(budget, qk_share, window, seed):
     plan = plan_from_spectrum(basis_of(qk, vo), budget=budget, qk_share=qk_share, window=window)
     assert len(set(plan.layers)) <= MAX_DISTINCT_RANKS
     mean = np.mean([(r.qk + r.v) / 128 for r in plan.layers])
-    # Merging rare pairs may move a few layers by a step.
+    # Merges of rare pairs may change a few layers by one rank level.
     assert mean <= budget + 0.06
 
 

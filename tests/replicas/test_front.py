@@ -1,4 +1,4 @@
-"""Answers that outlive their replicas, on replicas of this process."""
+"""Answers that outlive their replicas, on replicas in this process."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from zdc_jax.server.app import make_app
 
 
 class LocalFleet:
-    """Engines in turn. Streams at `dying` ones are cut behind so many events."""
+    """A fleet of engines in rotation. Streams of `dying` engines break after a number of events."""
 
     def __init__(self, engines: Sequence[FakeEngine], dying: dict[int, int] | None = None):
         self.engines, self.dying, self.asked = engines, dying or {}, []
@@ -59,7 +59,7 @@ def made(fleet: LocalFleet, room: int = 10) -> Front:
 
 
 def answered(fleet: LocalFleet, request: EngineRequest) -> list[Event]:
-    """All events of a request."""
+    """Return all events of a request."""
 
     async def run() -> list[Event]:
         events, ended = [], asyncio.Event()

@@ -1,5 +1,7 @@
-"""`zdc serve --replicas` as a client sees it, and the manifest. Ray runs in other processes: its warnings are
-its own."""
+"""`zdc serve --replicas` as a client sees it, and its manifest.
+
+Ray runs in other processes, so its warnings do not reach these tests.
+"""
 
 import json
 import os
@@ -41,7 +43,7 @@ def replicas_under(name: str) -> set[int]:
 
 
 def text_of(address: str, seed: int, kill: bool) -> str:
-    """A drawn answer; the replica that gives it may be killed amid it, whichever of the two that is."""
+    """Return a sampled answer, after killing one of the two replicas amid it if `kill` is set."""
     body = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "seed": seed, "stream": True}
     text = ""
     with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:

@@ -32,7 +32,7 @@ def client(engine) -> TestClient:
 
 
 def events(response: Any) -> list[Any]:
-    """Data of server-sent events; the last says that it is the last."""
+    """Return the data of server-sent events, and check that the last marks the end."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *blocks, last, nothing = response.text.split("\n\n")
     assert (last, nothing) == ("data: [DONE]", "")
@@ -86,7 +86,7 @@ def test_a_chat(client, engine):
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER}
     assert choice["finish_reason"] == "stop"
-    assert body["usage"]["completion_tokens"] == LENGTH + 1  # With the one that ends it.
+    assert body["usage"]["completion_tokens"] == LENGTH + 1  # It includes the end token.
     (asked,) = engine.submitted
     assert list(asked.prompt) == chat_prompt(engine.model, HELLO)
     assert len(asked.prompt) + asked.max_tokens == engine.max_model_len

@@ -9,7 +9,7 @@ from zdc_jax.server.metrics import Metrics, Stopwatch
 
 
 def samples(client: TestClient) -> dict[str, float]:
-    """Values by name, those of histograms by their ends; all belong to the model."""
+    """Return values by name, without histogram buckets, and check that all belong to the model."""
     found = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

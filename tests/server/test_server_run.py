@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Running:
-    """A server on a port of its own, in a thread."""
+    """A server in a thread, on a port of its own."""
 
     def __init__(self):
         self.engine = FakeEngine()
@@ -38,7 +38,7 @@ class Running:
         )
 
     def end(self) -> None:
-        """Waits until all is closed."""
+        """Stop the server and wait until all is closed."""
         self.server.should_exit = True
         self.thread.join(20)
         self.http.close()
@@ -46,7 +46,7 @@ class Running:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Waits, but not for ever."""
+    """Wait for a condition, but not forever."""
     for _ in range(1000):
         if happened():
             return

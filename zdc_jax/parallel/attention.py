@@ -78,12 +78,13 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
     """Raise `NotImplementedError` if payload or plan need `sharded_attention`, but `attention` is another."""
     if attention is sharded_attention:
         return
+    name = getattr(attention, "__name__", repr(attention))
     if payload != "native":
-        raise NotImplementedError(f"{payload=}: not supported by {attention=}; it needs sharded_attention")
+        raise NotImplementedError(f"{payload=}: not supported by attention={name}; use sharded_attention")
     if plan.classes is not None:
-        raise NotImplementedError(f"{attention=}: token classes need sharded_attention")
+        raise NotImplementedError(f"attention={name}: token classes need sharded_attention")
     if plan.method != "zdc":
-        raise NotImplementedError(f"{attention=}: method={plan.method!r} needs sharded_attention")
+        raise NotImplementedError(f"attention={name}: method={plan.method!r} needs sharded_attention")
 
 
 NearInputs = tuple[Array, Array, Array, Array]

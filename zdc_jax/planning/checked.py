@@ -21,7 +21,7 @@ CHECKS = 12
 """Largest number of plans to measure."""
 SPREAD = 0.7
 """Standard deviation of the cost of a layer, relative to its prediction, from leave-one-out fits of the
-predictor (`benchmarks/LOG.md`)."""
+predictor (`benchmarks.studies.bench_predictor`)."""
 MIN_DEVIATION = 5e-4
 """Smallest standard deviation of an estimate, in nats per token: the resolution of a few windows of text."""
 MIN_SAVING = 0.005

@@ -133,7 +133,7 @@ H200 = KernelCosts(
     byte=2.222e-13,
     classes=1.167,
 )
-"""Prices on one H200, fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json`.
+"""Prices on one H200, fitted by `benchmarks/studies/fit_costs.py` to `benchmarks/results/kernels-h200.json`.
 
 The fit covers 32 query heads of width 128. It is within 6 % of all measurements, except for decode with two
 token classes, which it underestimates by 8 %. `classes` relies on a single measurement, and `near_pair` on

@@ -1,7 +1,7 @@
-"""Model families of Hugging Face, one file each: all that conversion and export know about one.
+"""Model families of Hugging Face, one file each, with all that conversion and export know about a family.
 
-A family is a module here with a `FAMILY`; its name is that of the module, which is Hugging Face's
-`model_type`, and a configuration says it (`ModelConfig.family`).
+A family is a module with a `FAMILY`. The module is named after Hugging Face's `model_type`, which is also
+`ModelConfig.family`.
 """
 
 import importlib
@@ -17,19 +17,20 @@ from zdc_jax.errors import ConversionError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family: its settings in `config.json`, both ways, and its keys in the safetensors.
+    """A model family: parsing and export of its settings in `config.json`, and its keys in the safetensors.
 
     Attributes:
-      architecture: its name in `architectures` of `config.json`.
-      parse: settings → `ModelConfig`. The fields that all families read alike (`family`, `dtype`, `bos_id`,
-        `eos_ids`) come as keywords. A missing setting may raise `KeyError`, a malformed one `TypeError` or
-        `ValueError`; one that is not supported raises `ConversionError` with what is.
-      settings: `ModelConfig` → settings, without those that all families share (`hf_config`).
-      prefixes: written before every key but `lm_head`; the first by export, any of them is read.
-      embeddings: path of a parameter outside the layers (`embedding_shapes`) → key.
-      layer: path of a parameter of a layer (`layer_shapes`) → key, relative to `layers.{i}.`. A bias
-        `*_bias` needs no row: its key is that of its weight with `.bias`. Parameters with one key are stored
-        as one, their rows stacked in the order of this table.
+      architecture: name of the family in `architectures` of `config.json`.
+      parse: makes a `ModelConfig` from settings. The fields that all families read alike (`family`, `dtype`,
+        `bos_id`, `eos_ids`) come as keywords. A missing setting may raise `KeyError`, a malformed one
+        `TypeError` or `ValueError`. An unsupported one raises `ConversionError` with the supported values.
+      settings: returns the settings for a `ModelConfig`, without those that all families share
+        (`export_config`).
+      prefixes: prefixes of every key but `lm_head`. Export writes the first; conversion reads all.
+      embeddings: key of each parameter outside the layers, by path (`embedding_shapes`).
+      layer: key of each parameter of a layer, by path (`layer_shapes`), without the prefix `layers.{i}.`. A
+        bias `*_bias` needs no entry: its key is that of its weight with `.bias`. Parameters with the same key
+        are stored as one tensor, with rows stacked in the order of this table.
     """
 
     architecture: str
@@ -41,19 +42,19 @@ class Family:
 
 
 @cache
-def names() -> tuple[str, ...]:
-    """All families, in alphabetical order."""
+def list_families() -> tuple[str, ...]:
+    """Return the names of all families in alphabetical order."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
-def named(name: str) -> Family:
-    """The family of that name; raises `ConversionError` for an unknown one, with those that are known."""
-    if name not in names():
-        raise ConversionError(f"family={name!r:.80} must be one of {names()}")
+def get_family(name: str) -> Family:
+    """Return a family by name; raise `ConversionError` for an unknown name."""
+    if name not in list_families():
+        raise ConversionError(f"family={name!r:.80}: unknown; must be one of {list_families()}")
     return importlib.import_module(f"{__name__}.{name}").FAMILY
 
 
 @cache
-def by_architecture() -> dict[str, str]:
-    """Architecture → name of its family."""
-    return {named(name).architecture: name for name in names()}
+def list_architectures() -> dict[str, str]:
+    """Return the name of the family of each architecture."""
+    return {get_family(name).architecture: name for name in list_families()}

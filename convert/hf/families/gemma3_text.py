@@ -1,6 +1,6 @@
-"""Gemma 3, text only: norms around each half of a layer and of q and k; sliding layers have their own rope.
+"""Gemma 3, text only: norms before and after each half of a layer, norms of q and k, two rotary settings.
 
-Its norms scale by 1 + w, and embeddings are multiplied by √D.
+Norms scale by 1 + w. Embeddings are multiplied by √D. Sliding layers have rotary settings of their own.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from convert.hf.settings import (
     FULL,
     HF_ACTIVATIONS,
     SLIDING,
-    activation,
-    flag,
+    add_windows,
+    export_rope,
+    export_windows,
+    parse_activation,
+    parse_flag,
     parse_rope,
-    rope_settings,
-    window_settings,
-    with_windows,
 )
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.errors import ConversionError
@@ -26,16 +26,16 @@ THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
-def _ropes(raw: Mapping[str, Any]) -> dict[str, RopeConfig]:
-    """By type of layer; `rope_scaling`, of the old form, is that of full layers only."""
+def _parse_ropes(raw: Mapping[str, Any]) -> dict[str, RopeConfig]:
+    """Return the rotary settings by type of layer; `rope_scaling` of the old form is of full layers only."""
     rest = {name: value for name, value in raw.items() if name not in ("rope_scaling", "rope_theta")}
-    given = raw.get("rope_parameters") or {}
-    if given and not given.keys() & THETA.keys():
-        raise ConversionError(f"rope_parameters={given!r:.80} must be given by type of layer, {list(THETA)}")
+    new = raw.get("rope_parameters") or {}
+    if new and not new.keys() & THETA.keys():
+        raise ConversionError(
+            f"rope_parameters={new!r:.80} must have entries by type of layer, {list(THETA)}"
+        )
     old = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-    by_type = {
-        kind: {"rope_theta": raw.get(old[kind], THETA[kind]), **(given.get(kind) or {})} for kind in old
-    }
+    by_type = {kind: {"rope_theta": raw.get(old[kind], THETA[kind]), **(new.get(kind) or {})} for kind in old}
     by_type[FULL] |= raw.get("rope_scaling") or {}
     return {kind: parse_rope({**rest, "rope_parameters": value}) for kind, value in by_type.items()}
 
@@ -44,19 +44,19 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     for name in UNSUPPORTED:
         if raw.get(name):
             raise ConversionError(f"{name}={raw[name]!r:.80} is not supported in Gemma 3; only null is")
-    rope = _ropes(raw)
+    rope = _parse_ropes(raw)
     layer = LayerSpec(qk_norm=True, norms="sandwich", scale=raw.get("query_pre_attn_scalar", 256) ** -0.5)
-    alike = layer.repeated(raw["num_hidden_layers"])
+    repeated = layer.repeated(raw["num_hidden_layers"])
     pattern = raw.get("sliding_window_pattern", 6)
-    layers = with_windows(alike, raw, lambda index: (index + 1) % pattern > 0)
-    bias = flag(raw, "attention_bias", False)
-    return llama.parse_alike(
+    layers = add_windows(repeated, raw, lambda index: (index + 1) % pattern > 0)
+    bias = parse_flag(raw, "attention_bias", False)
+    return llama.parse_shared(
         raw,
         layers=tuple(replace(each, rope=rope[SLIDING if each.window else FULL]) for each in layers),
         num_kv_heads=raw["num_key_value_heads"],
         head_dim=raw["head_dim"],
-        activation=activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
-        tie_embeddings=flag(raw, "tie_word_embeddings", True),
+        activation=parse_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
+        tie_embeddings=parse_flag(raw, "tie_word_embeddings", True),
         norm_offset=1.0,
         embed_scale=raw["hidden_size"] ** 0.5,
         qkv_bias=bias,
@@ -65,8 +65,8 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
-    ropes = {SLIDING if layer.window else FULL: rope_settings(layer.rope) for layer in config.layers}
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
+    ropes = {SLIDING if layer.window else FULL: export_rope(layer.rope) for layer in config.layers}
     scale = config.layers[0].scale or config.head_dim**-0.5
     own = {
         "attention_bias": config.qkv_bias,
@@ -74,14 +74,14 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": round(scale**-2),
         "rope_parameters": ropes,
     }
-    return llama.settings_alike(config) | window_settings(config) | own
+    return llama.export_shared(config) | export_windows(config) | own
 
 
 FAMILY = replace(
     llama.FAMILY,
     architecture="Gemma3ForCausalLM",
     parse=_parse,
-    settings=_settings,
+    settings=_export_settings,
     layer={
         **llama.FAMILY.layer,
         **llama.QK_NORMS,

@@ -1,4 +1,4 @@
-"""Granite: Llama with factors on embeddings, scores, what layers add, and logits."""
+"""Granite: Llama with factors on embeddings, attention scores, residual branches and logits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
     return llama.FAMILY.settings(config) | {
         "attention_multiplier": config.layers[0].scale or config.head_dim**-0.5,
         "embedding_multiplier": config.embed_scale,
@@ -29,4 +29,4 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = replace(llama.FAMILY, architecture="GraniteForCausalLM", parse=_parse, settings=_settings)
+FAMILY = replace(llama.FAMILY, architecture="GraniteForCausalLM", parse=_parse, settings=_export_settings)

@@ -1,17 +1,22 @@
-"""Llama: RMS norms, rotary positions, gated feed-forward. Other families differ from it by little."""
+"""Llama: RMS norms, rotary positions, gated feed-forward. Most other families build on this one."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from convert.hf.families import Family
-from convert.hf.settings import HF_ACTIVATIONS, activation, flag, parse_rope, rope_settings
+from convert.hf.settings import HF_ACTIVATIONS, export_rope, parse_activation, parse_flag, parse_rope
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
-def parse_alike(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
-    """What Llama and its relatives say in the same words; `own` are the other fields of `ModelConfig`."""
+def parse_shared(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
+    """Parse the settings that Llama shares with related families.
+
+    Args:
+      raw: settings of config.json.
+      **own: other fields of `ModelConfig`, and fields to override.
+    """
     N, D = raw["num_attention_heads"], raw["hidden_size"]
-    alike = {
+    shared = {
         "norm": "rms",
         "embed_dim": D,
         "ffn_dim": raw["intermediate_size"],
@@ -21,47 +26,47 @@ def parse_alike(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
         "head_dim": raw.get("head_dim") or D // N,
         "max_positions": raw["max_position_embeddings"],
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "activation": activation(raw.get("hidden_act", "silu")),
-        "tie_embeddings": flag(raw, "tie_word_embeddings", False),
+        "activation": parse_activation(raw.get("hidden_act", "silu")),
+        "tie_embeddings": parse_flag(raw, "tie_word_embeddings", False),
     }
-    return ModelConfig(**(alike | own))
+    return ModelConfig(**(shared | own))
 
 
-def settings_alike(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of `parse_alike`."""
+def export_shared(config: ModelConfig) -> dict[str, Any]:
+    """Return the shared settings; inverse of `parse_shared`."""
     return {
         "head_dim": config.head_dim,
         "hidden_act": HF_ACTIVATIONS[config.activation],
         "intermediate_size": config.ffn_dim,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope_settings(config.layers[0].rope),
+        "rope_parameters": export_rope(config.layers[0].rope),
     }
 
 
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    attention_bias = flag(raw, "attention_bias", False)
-    return parse_alike(
+    attention_bias = parse_flag(raw, "attention_bias", False)
+    return parse_shared(
         raw,
         layers=LayerSpec(rope=parse_rope(raw)).repeated(raw["num_hidden_layers"]),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
-        mlp_bias=flag(raw, "mlp_bias", False),
+        mlp_bias=parse_flag(raw, "mlp_bias", False),
         **common,
     )
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
-    return settings_alike(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
+    return export_shared(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
 QK_NORMS = {"attention/q_norm": "self_attn.q_norm.weight", "attention/k_norm": "self_attn.k_norm.weight"}
-"""Of relatives that norm q and k."""
+"""Keys of the norms of q and k, for families that have them."""
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
     parse=_parse,
-    settings=_settings,
+    settings=_export_settings,
     prefixes=("model.",),
     embeddings={
         "tokens": "embed_tokens.weight",

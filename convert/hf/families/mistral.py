@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers all slide, where `sliding_window` is given."""
+"""Mistral: Llama with a sliding window in all layers, unless `sliding_window` is null."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +12,11 @@ from zdc_jax.config import LayerSpec, ModelConfig
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     layer = LayerSpec(rope=parse_rope(raw), window=raw.get("sliding_window", 4096))
     layers = layer.repeated(raw["num_hidden_layers"])
-    return llama.parse_alike(raw, layers=layers, num_kv_heads=raw["num_key_value_heads"], **common)
+    return llama.parse_shared(raw, layers=layers, num_kv_heads=raw["num_key_value_heads"], **common)
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
-    return llama.settings_alike(config) | {"sliding_window": config.layers[0].window}
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
+    return llama.export_shared(config) | {"sliding_window": config.layers[0].window}
 
 
-FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", parse=_parse, settings=_settings)
+FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", parse=_parse, settings=_export_settings)

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.hf.families import Family
-from convert.hf.settings import HF_ACTIVATIONS, activation, flag
+from convert.hf.settings import HF_ACTIVATIONS, parse_activation, parse_flag
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import ConversionError
 
 POSITION_OFFSET = 2
-"""The position table starts with two rows that no token uses."""
+"""Rows at the start of the position table that no token uses."""
 
 
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    if not flag(raw, "layer_norm_elementwise_affine", True):
+    if not parse_flag(raw, "layer_norm_elementwise_affine", True):
         raise ConversionError("layer_norm_elementwise_affine=False is not supported; only True is")
     N, D = raw["num_attention_heads"], raw["hidden_size"]
-    pre_norm = flag(raw, "do_layer_norm_before", True)
-    bias = flag(raw, "enable_bias", True)
+    pre_norm = parse_flag(raw, "do_layer_norm_before", True)
+    bias = parse_flag(raw, "enable_bias", True)
     token_dim = raw.get("word_embed_proj_dim") or D
     layer = LayerSpec(norms="pre" if pre_norm else "post", mlp="plain")
     return ModelConfig(
@@ -31,19 +31,19 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         head_dim=D // N,
         max_positions=raw["max_position_embeddings"],
         norm_eps=1e-5,
-        activation=activation(raw.get("activation_function", "relu")),
-        tie_embeddings=flag(raw, "tie_word_embeddings", True),
+        activation=parse_activation(raw.get("activation_function", "relu")),
+        tie_embeddings=parse_flag(raw, "tie_word_embeddings", True),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
         position_offset=POSITION_OFFSET,
-        final_norm=pre_norm and not flag(raw, "_remove_final_layer_norm", False),
+        final_norm=pre_norm and not parse_flag(raw, "_remove_final_layer_norm", False),
         token_embed_dim=None if token_dim == D else token_dim,
         **common,
     )
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
     pre_norm = config.layers[0].norms == "pre"
     return {
         "activation_function": HF_ACTIVATIONS[config.activation],
@@ -58,8 +58,8 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     architecture="OPTForCausalLM",
     parse=_parse,
-    settings=_settings,
-    prefixes=("model.decoder.", "decoder."),  # Checkpoints come in two fashions.
+    settings=_export_settings,
+    prefixes=("model.decoder.", "decoder."),  # Published checkpoints use either prefix.
     embeddings={
         "tokens": "embed_tokens.weight",
         "positions": "embed_positions.weight",

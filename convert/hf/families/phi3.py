@@ -1,4 +1,4 @@
-"""Phi-3: Llama with q, k and v stored as one matrix, and gate and up as another; all layers may slide."""
+"""Phi-3: Llama with q, k and v stored as one matrix, gate and up as another; all layers may be sliding."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,33 +12,33 @@ QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
 
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    rope = parse_rope({"original_max_position_embeddings": 4096, **raw} | _renamed(raw))
+    rope = parse_rope({"original_max_position_embeddings": 4096, **raw} | _rename_rope(raw))
     layer = LayerSpec(rope=rope, window=raw.get("sliding_window"))
     layers = layer.repeated(raw["num_hidden_layers"])
-    return llama.parse_alike(raw, layers=layers, norm_eps=raw.get("rms_norm_eps", 1e-5), **common)
+    return llama.parse_shared(raw, layers=layers, norm_eps=raw.get("rms_norm_eps", 1e-5), **common)
 
 
-def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings; what early releases called `su` or `yarn` is `longrope`."""
+def _rename_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings with `longrope` for what early releases called `su` or `yarn`."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     settings = raw.get(name) or {}
     kind = settings.get("rope_type", settings.get("type"))
     return {name: settings | {"rope_type": "longrope"}} if kind in ("su", "yarn") else {}
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
     layer = config.layers[0]
     own: dict[str, Any] = {"sliding_window": layer.window}
     if layer.rope is not None and layer.rope.kind == "longrope":
         own["original_max_position_embeddings"] = layer.rope.original_max_positions
-    return llama.settings_alike(config) | own
+    return llama.export_shared(config) | own
 
 
 FAMILY = replace(
     llama.FAMILY,
     architecture="Phi3ForCausalLM",
     parse=_parse,
-    settings=_settings,
+    settings=_export_settings,
     layer={
         **llama.FAMILY.layer,
         **dict.fromkeys(("attention/q", "attention/k", "attention/v"), QKV),

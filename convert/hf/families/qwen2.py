@@ -1,37 +1,37 @@
-"""Qwen2: Llama with biases of q, k and v; the last layers may slide."""
+"""Qwen2: Llama with biases of q, k and v; the last layers may be sliding."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from convert.hf.families import llama
-from convert.hf.settings import flag, parse_rope, window_settings, with_windows
+from convert.hf.settings import add_windows, export_windows, parse_flag, parse_rope
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
-def layers(raw: Mapping[str, Any], layer: LayerSpec) -> tuple[LayerSpec, ...]:
-    """The layers of Qwen2 and Qwen3, which slide from `max_window_layers` on if `use_sliding_window`."""
-    alike = layer.repeated(raw["num_hidden_layers"])
-    if not flag(raw, "use_sliding_window", False):
-        return with_windows(alike, {**raw, "sliding_window": None}, lambda index: False)
+def parse_layers(raw: Mapping[str, Any], layer: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Parse the layers of Qwen2 or Qwen3: with `use_sliding_window`, sliding from `max_window_layers` on."""
+    repeated = layer.repeated(raw["num_hidden_layers"])
+    if not parse_flag(raw, "use_sliding_window", False):
+        return add_windows(repeated, {**raw, "sliding_window": None}, lambda index: False)
     first = raw.get("max_window_layers", 28)
-    return with_windows(alike, raw, lambda index: index >= first)
+    return add_windows(repeated, raw, lambda index: index >= first)
 
 
-def windows(config: ModelConfig) -> dict[str, Any]:
-    """Settings; inverse of `layers`."""
-    settings = window_settings(config)
+def export_layer_windows(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings of sliding windows; inverse of `parse_layers`."""
+    settings = export_windows(config)
     return settings | {"use_sliding_window": settings["sliding_window"] is not None}
 
 
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    specs = layers(raw, LayerSpec(rope=parse_rope(raw)))
+    specs = parse_layers(raw, LayerSpec(rope=parse_rope(raw)))
     kv_heads = raw["num_key_value_heads"]
-    return llama.parse_alike(raw, layers=specs, num_kv_heads=kv_heads, qkv_bias=True, **common)
+    return llama.parse_shared(raw, layers=specs, num_kv_heads=kv_heads, qkv_bias=True, **common)
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
-    return llama.settings_alike(config) | windows(config)
+def _export_settings(config: ModelConfig) -> dict[str, Any]:
+    return llama.export_shared(config) | export_layer_windows(config)
 
 
-FAMILY = replace(llama.FAMILY, architecture="Qwen2ForCausalLM", parse=_parse, settings=_settings)
+FAMILY = replace(llama.FAMILY, architecture="Qwen2ForCausalLM", parse=_parse, settings=_export_settings)

@@ -53,6 +53,7 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.matrix
 def test_whole_prompts(name):
     heads, near, length = WHOLE[name]
     model, basis = tiny(heads)
@@ -67,6 +68,7 @@ def test_whole_prompts(name):
     assert text.count(" all-to-all(") == 2 * len(plan.layers)  # one message for q, k, v of both classes
 
 
+@pytest.mark.full
 def test_decoding():
     """Ragged prompts, then tokens over the end of a block, which are classified where they come; K < U."""
     model = TinyModel(config := replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8))
@@ -98,6 +100,7 @@ def test_decoding():
         np.testing.assert_array_equal(np.sort(mine), np.sort(whole))
 
 
+@pytest.mark.full
 def test_generate():
     """Heads, and with them the importance of a token, are divided over `model` too; weights are gathered."""
     model = TinyModel(replace(OPT, num_heads=8, num_kv_heads=8))
@@ -109,6 +112,7 @@ def test_generate():
     assert got.completions == expected.completions
 
 
+@pytest.mark.full
 def test_layers_lower_on_kernels(monkeypatch):
     model, basis = tiny("MHA")
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)

@@ -50,6 +50,7 @@ def assert_mostly_close(got, expected, atol=1e-5):
 
 
 @pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 2), (12, 6)])
+@pytest.mark.matrix
 def test_what_arrives_is_what_the_codes_say(N, K):
     qkv = drawn(N, K, 40, 12)
     sent = Formats.coded(40, 12)
@@ -118,6 +119,7 @@ def by_definition(qkv, ranks, near, *, of_plan):
         (2, LayerRanks(8, 12), (2, 7), True),
     ],
 )
+@pytest.mark.matrix
 def test_attention_rounds_where_it_says(K, ranks, near, of_plan):
     qkv = drawn(8, K)
     R, Z = ranks.qk, ranks.v
@@ -158,6 +160,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.matrix
 def test_the_cache_holds_what_arrived_and_near_tokens_whole(tiny, monkeypatch, name):
     """Of the first layer, whose keys and values are the same before they are sent; rows of two lengths."""
     near, ranks, (sinks, window) = PLANS[name]
@@ -201,6 +204,7 @@ TRAFFIC = {
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.matrix
 def test_formula_is_what_is_compiled(monkeypatch, name):
     """Of hidden states alone, and in float32 with the cache that is left and the last hidden states.
 

@@ -90,6 +90,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "heads", "mesh"), CASES)
+@pytest.mark.matrix(
+    "int8-K < U-data=2,sequence=2,model=2",
+    "a ring alone, a long window-K < U-sequence=4",
+    "fp8-GQA-sequence=2",
+)
 def test_as_on_one_device(name, heads, mesh):
     """Prompts of two lengths, tokens behind them; what a cache holds is what one device's does.
 
@@ -125,6 +130,7 @@ def compiled_prefill(sharded: ShardedTransformer, prompts, end):
 
 
 @pytest.mark.parametrize("name", ["chosen by another layer", "all of an index and others"])
+@pytest.mark.full
 def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
     """Those that read what another has chosen among them."""
     sharded = ShardedTransformer.of(network_of(name, "GQA"), MeshConfig(sequence=2).create())

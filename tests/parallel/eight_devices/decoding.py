@@ -49,6 +49,7 @@ def replay(network, prefill):
     return np.stack([last, *states], 1), cache
 
 
+@pytest.mark.full
 def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
     config, mesh = MODELS["llama, K < U"]
     model, plan = TinyModel(config), CompressionPlan.uniform(config, qk=16, v=16, window=9, sinks=3)
@@ -61,6 +62,7 @@ def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.matrix("window-llama, K < U")
 def test_as_on_one_device(plan, name):
     config, mesh = MODELS[name]
     model = TinyModel(config)

@@ -60,6 +60,13 @@ CASES |= {
 
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
+@pytest.mark.matrix(
+    "ranks-MHA-ring",
+    "ranks-GQA-late_ulysses",
+    "window and sinks-GQA-ulysses",
+    "window and sinks-MHA-all_gather",
+    "window of several devices-MQA-ulysses",
+)
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()

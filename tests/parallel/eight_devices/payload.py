@@ -100,6 +100,7 @@ def far_and_near(qkv, scales, ranks, sinks, window, round_to):
     ("K", "ranks", "sinks", "window"),
     [(8, LayerRanks(8, 12), 2, 7), (2, LayerRanks(8, 8), 0, 5), (2, LayerRanks(H, H), 0, 0)],
 )
+@pytest.mark.matrix
 def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     qkv, _ = drawn(8, K)
     scales = [np.full((K, r), 2.0**-4, np.float32) for r in (ranks.qk, ranks.qk, ranks.v)]

@@ -71,6 +71,7 @@ def nothing_moves():
 
 
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in PLANS for mesh in MESHES[name]])
+@pytest.mark.matrix("ranks and window-model=2")
 def test_answers_are_those_of_one_device(name, mesh):
     on_one, expected = on_one_device(name)
     network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
