@@ -122,7 +122,7 @@ def test_queries_at_a_time_on_any_device(backend, queries, monkeypatch):
 
 
 def test_a_block_of_queries_counts_its_own_keys(monkeypatch):
-    """512 queries score 64 + 512 keys in 4 heads: 4.7 MB of logits, more than 4 MiB."""
+    """Use 512 queries, which score 64 + 512 keys in 4 heads: 4.7 MB of logits, more than 4 MiB."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert xla.query_block(4 * 64, 10**6, own=4) == 256
     assert xla.query_block(4 * 64, 100, own=4) == 100

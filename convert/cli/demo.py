@@ -65,7 +65,7 @@ class DemoSize:
 
 SHIPPED_SIZE = DemoSize()
 """Size for the tiny checkpoint that ships."""
-SOURCE_SIZE = DemoSize(heldout_windows=3, questions=4)
+SOURCE_SIZE = DemoSize(calibration_tokens=9 * 1792, heldout_windows=3, questions=4)
 """Size for any other model: one with 135 million parameters takes minutes."""
 
 

@@ -1,6 +1,7 @@
 """`zdc demo` runs, leaves folders of others alone, and prints commands that can be pasted."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hf_variants import write_variant
 from rich.console import Console
+from safetensors.flax import load_file, save_file
 
 from convert import demo_checkpoint
 from convert.cli import demo as module
@@ -91,11 +93,23 @@ def test_a_fact_is_a_paragraph_in_front_of_its_line():
     assert hide_fact(fact, "one\ntwo\nthree", 5) == "one\n\nThe code of the red house is 4821.\n\ntwo\nthree"
 
 
-def test_the_demo_ends_with_a_quantized_plan_that_loads(tmp_path):
-    size = DemoSize(
-        context=256, distance=60, lead=40, calibration_windows=2, heldout_windows=2, questions=2, batch=1
-    )
-    results = module.demo(tmp_path / "out", Console(quiet=True), size=size)
+@pytest.fixture
+def one_layer(tmp_path):
+    """Write the first layer of the demo checkpoint, which compiles fast, as a checkpoint of its own."""
+    path = tmp_path / "one-layer"
+    path.mkdir()
+    config = json.loads((demo_checkpoint.PATH / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    tensors = load_file(demo_checkpoint.PATH / "model.safetensors")
+    first = {name: each for name, each in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(first, path / "model.safetensors")
+    shutil.copy(demo_checkpoint.PATH / "tokenizer.json", path)
+    return path
+
+
+def test_the_demo_ends_with_a_quantized_plan_that_loads(tmp_path, one_layer):
+    size = DemoSize(context=256, distance=60, lead=40, calibration_tokens=512, heldout_windows=2, questions=2)
+    results = module.demo(tmp_path / "out", Console(quiet=True), one_layer, size=size)
     plan = CompressionPlan.load(tmp_path / "out" / "plan.json")
     assert (plan.method, plan.settings.read, plan.settings.bits_near) == ("coded", 0, 8)
     assert load(tmp_path / "out" / "model", tmp_path / "out" / "plan.json").plan == plan
@@ -105,5 +119,5 @@ def test_the_demo_ends_with_a_quantized_plan_that_loads(tmp_path):
     assert all(len(result.answers.lines) == 2 for result in results)
     assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [each["name"] for each in report["caches"]] == ["16 bits", "plan", "window"]
+    assert [each["name"] for each in report["caches"]] == [result.name for result in results]
     assert report["questions"][0]["fact"] in (tmp_path / "out" / "prompt.txt").read_text()
