@@ -25,7 +25,8 @@ COMMANDS = (
     ("Calibrate", "zdc calibrate model/ text/calibration --tokens 16384 --context 1024 --no-profile"),
     (
         "Write a plan by hand",
-        "zdc plan model/ plan.json --budget 0.75 --window 128 --sinks 4 | head -12",
+        "zdc plan model/ plan.json --method coded --budget 1.0 --sinks 4 --window 64 "
+        "--set bits_k=3 bits_v=3 index=16 bits_index=6 bits_near=8 read=0 | head -12",
     ),
     (
         "Generate with the plan",

@@ -65,7 +65,7 @@ def print_table(console: Console, results: Sequence[CacheResult]) -> None:
         )
     console.print(table)
     if jax.default_backend() == "cpu":
-        console.print("speed on this CPU says nothing of a GPU, where kernels read the quantized cache")
+        console.print("the kernels that decode a quantized cache fast need a GPU")
 
 
 def draw_chart(results: Sequence[CacheResult], path: Path, title: str) -> None:

@@ -345,17 +345,17 @@ def _list_changes(spec: LayerSpec | RopeConfig) -> dict[str, Any]:
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
     """Print to standard error the size of a plan's cache at the model's positions, and its certificate."""
     config, full = checkpoint.config, CompressionPlan.full(checkpoint.config)
-    stored, stored_full = (each.bytes(config.max_positions, 1, config.dtype) for each in (plan, full))
+    stored, stored_full = (each.bytes(config.max_positions, 1, "bfloat16") for each in (plan, full))
     share = stored / stored_full
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(
-        f"KV cache: {share:.1%} of the unmodified model's bytes at {config.max_positions:,} tokens; "
+        f"KV cache: {share:.1%} of a 16-bit cache's bytes at {config.max_positions:,} tokens; "
         f"{cut} of {layers} layers drop all tokens outside the window",
         file=sys.stderr,
     )
-    read, read_full = (each.bytes_read(config.max_positions, config.dtype) for each in (plan, full))
+    read, read_full = (each.bytes_read(config.max_positions, "bfloat16") for each in (plan, full))
     if (read_share := read / read_full) < share - 1e-3:
-        print(f"decoding a token reads {read_share:.1%} of the unmodified model's bytes", file=sys.stderr)
+        print(f"decoding a token reads {read_share:.1%} of a 16-bit cache's bytes", file=sys.stderr)
     if plan.rotated and cut < layers and (checkpoint.calibration_path / "basis").exists():
         print(f"certificate: {certificate(plan, stored_basis(checkpoint))}", file=sys.stderr)
 
@@ -390,7 +390,8 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"zdc {version('zdc-jax')}")
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # An import of Orbax has configured logging already, hence `force`.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     command = None
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(

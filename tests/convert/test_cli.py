@@ -71,7 +71,7 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     assert main(["plan", model, str(plan), "--qk", "16", "--v", "32"]) == 0
     saved, lost = capsys.readouterr().err.splitlines()
-    assert "30.0% of the unmodified model's bytes at 128 tokens; 0 of" in saved
+    assert "30.0% of a 16-bit cache's bytes at 128 tokens; 0 of" in saved
     assert lost.startswith("certificate: score error mean 0.")
 
     some = CompressionPlan.load(plan)
