@@ -66,6 +66,7 @@ def test_tokens_that_no_cache_has_room_for_are_refused():
         decode_times(Clocked(), 2, 100, 20, repeats=5)
 
 
+@pytest.mark.full
 def test_tokens_are_those_that_generate_gives():
     model = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA))
     prompt, counts = [3, 1, 4, 1, 5], (1, 8, 11)

@@ -145,7 +145,7 @@ def on_kernels(caplog):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_piece_is_what_xla_makes_of_it(plain, on_kernels, name, heads):
     check_xla(LAYERS[name], HEADS[heads], share=0.7)
 

@@ -276,6 +276,7 @@ def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
     assert (automatic.qk_kind, automatic.vo_kind) == ("balanced", "balanced")
 
 
+@pytest.mark.full
 def test_kmeans_route(model, texts):
     options = CalibrationOptions(
         tokens=1024, context=64, reduction="kmeans", clusters=32, qk="stacked", vo="balanced"

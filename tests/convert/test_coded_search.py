@@ -440,6 +440,7 @@ def test_trials_are_the_loaded_models(folder):
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_models_dtype(folder):
     windows = np.random.default_rng(1).integers(3, 96, (1, CONTEXT)).astype(np.int32)
     books = [TrialBook(folder / "model", windows, dtype=dtype) for dtype in ("float32", "bfloat16")]

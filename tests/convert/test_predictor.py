@@ -145,6 +145,7 @@ def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     return replace(empty, nats=nats)
 
 
+@pytest.mark.full
 def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
     models = [observations(seed, 5 + seed, rotary=seed % 2 == 0) for seed in range(4)]
     predictor = fit(models)
@@ -178,6 +179,7 @@ def test_foreign_json_is_refused(tmp_path):
         Observations.load(tmp_path / "x.json")
 
 
+@pytest.mark.full
 def test_higher_limits_keep_less(folder):
     book = TrialBook(folder / "model", np.zeros((1, CONTEXT), np.int32))
     profile = Profile.load(folder / "model" / "calibration" / "profile")
@@ -193,6 +195,7 @@ def test_higher_limits_keep_less(folder):
         plan(0)
 
 
+@pytest.mark.full
 def test_an_unchecked_plan_has_a_margin_and_a_warning(folder):
     checkpoint = Checkpoint.open(folder / "model")
     with pytest.warns(UserWarning, match=r"is a prediction .*, not a measurement"):

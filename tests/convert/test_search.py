@@ -187,6 +187,7 @@ def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     assert Search(book, options).run() == whole
 
 
+@pytest.mark.full
 def test_journals_of_version_1_are_read(folder, windows, tmp_path):
     # Their plans name no basis, and no plan is measured again.
     journal = tmp_path / "journal.jsonl"

@@ -169,6 +169,7 @@ def test_stop_tokens_end_an_answer_but_not_too_early(engine, model):
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"sampling": Sampling(0.8, seed=3)}])
+@pytest.mark.matrix
 def test_tokens_of_several_steps_come_at_once_where_nobody_waits(engine, model, asked):
     request = EngineRequest((5, 6, 7), 10, ignore_eos=True, **asked)
     listener = ask(engine, request)
@@ -295,6 +296,7 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     assert ask(engine, request).tokens() == alone(model, request)
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32))
 

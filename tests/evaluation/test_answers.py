@@ -42,7 +42,7 @@ def check(network, contexts, asked, found):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_equals_whole_sequences(tiny: TinyModel, protocol, monkeypatch):
     monkeypatch.setattr("zdc_jax.evaluation.answers.PREFILL_CHUNK", 32)
     contexts, asked = tiny.tokens(3, S), questions(tiny, 6)

@@ -278,6 +278,7 @@ def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
 
+@pytest.mark.full
 def test_more_stages_and_parts_than_blocks(interpreted):
     Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
 

@@ -239,7 +239,7 @@ def test_scores_all_tokens(interpreted, heads):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_other_widths(interpreted, kind):
     Case(kind, (4, 2), S=384).check(config=ScanConfig(128, splits=1))
 
@@ -250,6 +250,7 @@ def test_more_parts_than_blocks(interpreted, heads):
     Case((64, 4), heads, S=512).check(config=ScanConfig(256, splits=5))
 
 
+@pytest.mark.full
 def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
     # Their probability underflows float32, but its logarithm does not.
     it = Case((32, 4), (4, 2), S=256, length=60.0)

@@ -91,7 +91,7 @@ def test_reads_pages(kinds, page):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_other_floats(dtype):
     check(KINDS["index"], S=FEW, dtype=dtype, interpret=True)
 

@@ -113,6 +113,7 @@ def test_codes_as_the_code_does(kinds, T):
     Case(kinds, T).check(interpret=True)
 
 
+@pytest.mark.full
 def test_more_tokens_than_a_program_has():
     Case(KINDS["chosen"], TOKENS + 9, jnp.float32).check(interpret=True)
 

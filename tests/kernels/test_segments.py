@@ -21,7 +21,7 @@ def classes(T, share, seed):
 
 
 @pytest.mark.parametrize(("T", "near"), [(90, {}), (90, {"sinks": 4, "window": 100}), (1, {})])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lowers(T, near):
     def integers(n):
         return shape(2, n, dtype=jnp.int32)

@@ -193,7 +193,7 @@ def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
 
 @pytest.mark.parametrize("spans", [((0.5, 0.5), (0.4, 0.45)), ((0.99, 1.0), (0.01, 0.97))])
 @pytest.mark.parametrize("kind", ["ties", "equal"])
-@pytest.mark.matrix("whole rows-ties-spans0", "parts-ties-spans0")
+@pytest.mark.full
 def test_is_right_of_parts_of_nothing(interpreted, kind, spans):
     # Rows have no slots, slots of one part only, or more slots than all parts hold.
     Case(0, kind, 9 * BLOCK, spans).check(largest, 128)

@@ -160,6 +160,7 @@ def test_in_rows_and_in_pages(kinds, page):
     Case(kinds).check(page, interpret=True)
 
 
+@pytest.mark.full
 def test_more_rows_than_a_program_has():
     Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
 
@@ -173,6 +174,7 @@ def test_more_rows_than_a_program_has():
         (32, 32, ([(32, 8)], [(16, 4)], 16)),
     ],
 )
+@pytest.mark.full
 def test_other_head_dims(H, Hv, kinds):
     # If values have another head dim than keys, then q, k and v are three arrays.
     Case(kinds, H=H, Hv=Hv).check(interpret=True)

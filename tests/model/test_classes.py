@@ -122,7 +122,7 @@ NEAR = [{}, {"window": 8, "sinks": 2}]
 
 
 @pytest.mark.parametrize(("near", "leaders"), [(NEAR[0], (0, 2)), (NEAR[1], (0,))])
-@pytest.mark.matrix("opt-near1-leaders1")
+@pytest.mark.full
 def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
     plan = class_plan(tiny, leaders, **near)
     tokens = tiny.tokens(2, 41)

@@ -16,6 +16,7 @@ ON_DEVICE = [name for name in METHODS if not any(spec.host_bytes(1024) for spec 
 
 @pytest.mark.matrix("token classes")
 @pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.full
 def test_it_gives_what_one_of_two_equal_rows_gives(name):
     config, plan_of = METHODS[name]
     model = TinyModel(config)

@@ -48,6 +48,7 @@ def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
 @pytest.mark.matrix("fp8-two pieces and none")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", PAGED)
+@pytest.mark.full
 def test_together_is_one_after_the_other(name, steps):
     config, plan_of = METHODS[name]
     model = TinyModel(config)

@@ -37,7 +37,7 @@ def replay(network, tokens, pieces):
 
 
 @pytest.mark.parametrize("pieces", [(70,), (16, 48)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ranks_per_layer(tiny: TinyModel, pieces):
     ranks = (LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(32, 16))
     plan = CompressionPlan(ranks, tiny.config.num_kv_heads, 32, sinks=1, window=5)

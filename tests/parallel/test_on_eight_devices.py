@@ -9,12 +9,12 @@ import pytest
 
 FOLDER = Path(__file__).parent / "eight_devices"
 GROUPS = [
-    "equality exchange payload coded_payload loading",
-    "codes decoding serving classes",
+    "equality exchange payload coded_payload loading decoding serving",
+    pytest.param("codes classes", marks=pytest.mark.full),
     pytest.param("lowering numerics traffic", marks=pytest.mark.full),
     pytest.param("benchmark runahead zigzag", marks=pytest.mark.full),
 ]
-"""Files that share a process. `make test` runs the first two groups."""
+"""Files that share a process. `make test` runs the first group."""
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -147,6 +147,7 @@ def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
         assert len(layers()) == len(set(sharded.layer_caches))
 
 
+@pytest.mark.full
 def test_formula_of_a_coded_payload_is_what_is_compiled():
     name, heads, mesh = "no near set", "K < U", MeshConfig(sequence=4)
     sharded = ShardedTransformer.of(network_of(name, heads), mesh.create(), payload="coded")

@@ -126,6 +126,7 @@ def test_pieces_have_a_number_of_steps_that_xla_knows():
     assert not any('"n":"7"' in loop for loop in loops(np.int32(7)))
 
 
+@pytest.mark.full
 def test_generate():
     model = TinyModel(MODELS["llama, K < U"][0])
     layers, near = PLANS["window"]

@@ -85,6 +85,7 @@ def test_eight_devices_and_few_tokens(method):
     assert_equal(got, np.asarray(network.hidden(tokens)))
 
 
+@pytest.mark.full
 def test_gathered_weights():
     """Prompts and a decoded token; the four devices along `data` and `sequence` share matrices only."""
     model = tiny("opt", 4, 4)

@@ -48,6 +48,7 @@ def test_refusals(folder):
         load(folder, mesh="sequence=7")
 
 
+@pytest.mark.full
 def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
     """On the mesh and in float8."""
     folder, placed = calibrated_folder(tmp_path, 128), []

@@ -135,6 +135,7 @@ def tiny(tmp_path_factory):
     return model, folder, {"plan": plan, "basis": basis, "mesh": MeshConfig(data=2, sequence=2, model=2)}
 
 
+@pytest.mark.full
 def test_the_cache_holds_what_arrived(tiny):
     """Of the first layer, whose keys and values are the same before they are sent."""
     model, folder, options = tiny
