@@ -25,7 +25,7 @@ COMMANDS = (
     ("Calibrate", "zdc calibrate model/ text/calibration --tokens 16384 --context 1024 --no-profile"),
     (
         "Write a plan by hand",
-        "zdc plan model/ plan.json --method coded --budget 1.0 --sinks 4 --window 64 "
+        "zdc plan model/ plan.json --method coded --sinks 4 --window 64 "
         "--set bits_k=3 bits_v=3 index=16 bits_index=6 bits_near=8 read=0 | head -12",
     ),
     (

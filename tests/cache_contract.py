@@ -68,7 +68,7 @@ EVICTING = {"kept": 8, "block": BLOCK}
 """Settings of methods that evict: of 38 tokens that are far in the end, 8 remain."""
 QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
 DUO = {"heads": [[1], []]}
-CODED = {"index": 8, "read": 12, "bits_k": 3}
+CODED = {"index": 8, "read": 12, "bits_k": 3, "bits_v": 4, "bits_index": 4}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),

@@ -94,8 +94,8 @@ def test_settings_of_single_layers_are_kept(tmp_path):
     (line,) = [line for line in path.read_text().splitlines() if '"bits_k": 3' in line]
     assert '"qk": 16' in line
     assert CompressionPlan.load(path) == plan
-    assert [plan.settings_of(index).bits_k for index in range(3)] == [3, 4, 4]
-    assert [plan.rotations(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((16, 16), (32,))]
+    assert [plan.settings_of(index).bits_k for index in range(3)] == [3, 8, 8]
+    assert [plan.rotations(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((32,), (32,))]
 
 
 def test_no_more_is_read_than_a_model_has_positions():
@@ -117,10 +117,13 @@ def test_plans_of_version_2_load(tmp_path):
         ({"bits_k": 7}, r"bits_k=7 must be one of \(2, 3, 4, 5, 6, 8\)"),
         ({"bits_index": 16}, "bits_index=16 must be one of"),
         ({"index": 12}, "index=12 must be a multiple of 8"),
-        ({"index": 32, "read": 0}, "index=32 must be from 1 to 31"),
+        ({"index": 32}, "index=32 must be from 1 to 31"),
         ({"read": -1}, "read=-1 must be an integer from 0"),
-        ({"index": 32}, "index=32 must be from 0 to 31"),
-        ({"index": 0}, "layer 0: index=0 with read=256 and page=1 must follow a layer with an index"),
+        ({"index": 32, "read": 256}, "index=32 must be from 0 to 31"),
+        (
+            {"index": 0, "read": 256},
+            "layer 0: index=0 with read=256 and page=1 must follow a layer with an index",
+        ),
     ],
 )
 def test_impossible_codes_are_refused(settings, message):

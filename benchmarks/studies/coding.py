@@ -275,10 +275,14 @@ class StudyOptions(Options):
     parts: tuple[str, ...] = ()
 
 
+CHOICE = {"bits_k": 4, "bits_v": 4, "bits_index": 4, "index": 16, "read": 256}
+"""Settings of this study unless a row names others."""
+
+
 def coded(config: ModelConfig, *, window: int = WINDOW, **settings: Any) -> CompressionPlan:
     """Return a plan of method `coded` with all coordinates of all layers."""
     H = config.head_dim
-    return method_plan(config, "coded", ranks=(H, H), window=window, **settings)
+    return method_plan(config, "coded", ranks=(H, H), window=window, **CHOICE | settings)
 
 
 def stored(
@@ -409,7 +413,7 @@ def _chosen(
     config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Rotations | None = None
 ) -> CompressionPlan:
     """Return the default choice with a cache of this study."""
-    own, four = methods.named("coded").Settings(page=page), FittedIntegers(4)
+    own, four = methods.named("coded").Settings(**CHOICE), FittedIntegers(4)
     make = partial(
         cache, index=own.index, read=own.read, page=page, index_code=four, key_code=four, value_code=four
     )

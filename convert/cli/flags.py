@@ -82,8 +82,9 @@ class PlanFlags:
         from the calibrated error certificate.
       window: Recent tokens that keep all coordinates.
       sinks: First tokens of a sequence that keep all coordinates.
-      method: Storage of the tokens outside the window; see docs/methods.md. A method keeps the model's own
-        coordinates and needs no calibration, unless --qk, --v, --budget or --max-score-error chooses ranks.
+      method: Storage of the tokens outside the window; see docs/methods.md. A method keeps all coordinates,
+        unless --qk, --v, --budget or --max-score-error chooses ranks. Only coded, loki and palu need a
+        calibrated folder then.
       set: Settings of the method, such as bits=4.
     """
 
@@ -120,25 +121,23 @@ class PlanFlags:
             plan = self._build_from_ranks(path)
             assert plan is not None  # A choice of ranks is a plan.
             return replace(plan, method=self.method, settings=settings)
-        return self._build_without_basis(Checkpoint.open(path), self.method, settings)
+        return self._keep_all_coordinates(Checkpoint.open(path), self.method, settings)
 
-    def _build_without_basis(
+    def _keep_all_coordinates(
         self, checkpoint: Checkpoint, method: str, settings: MethodSettings
     ) -> CompressionPlan:
-        """Return a plan of a method on all of the model's own coordinates."""
+        """Return a plan of a method on all coordinates: the model's own, or calibrated ones if needed."""
         H = checkpoint.config.head_dim
         plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, window=self.window, sinks=self.sinks)
         plan = plan.for_model(checkpoint.fingerprint)
         try:
             return replace(plan, rotated=False, method=method, settings=settings)
         except PlanError:
-            replace(plan, method=method, settings=settings)  # Raises too, unless only a basis is missing.
-        calibrate = f"run `zdc calibrate {checkpoint.path} TEXT`, then "
-        is_calibrated = (checkpoint.calibration_path / "basis").exists()
-        raise PlanError(
-            f"--method {method}: needs the coordinates of a calibrated basis; "
-            f"{'' if is_calibrated else calibrate}add --budget 1.0, --qk and --v, or --max-score-error"
-        )
+            plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
+        if not (checkpoint.calibration_path / "basis").exists():
+            command = f"zdc calibrate {checkpoint.path} TEXT"
+            raise PlanError(f"--method {method}: needs a calibrated folder; run `{command}` first")
+        return plan
 
     def _parse_settings(self, method: str) -> MethodSettings:
         if method not in methods.names():

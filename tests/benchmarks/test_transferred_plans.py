@@ -15,7 +15,7 @@ from zdc_jax.plan import CompressionPlan, LayerRanks
 
 SMALL = replace(LLAMA, head_dim=64, num_kv_heads=3, num_heads=9, max_positions=8192)
 LARGE = replace(LLAMA, layers=LLAMA.layers[:1] * 5, head_dim=128, num_heads=8, dtype="bfloat16")
-WHOLE = Settings(index=0, read=0, bits_near=8)
+WHOLE = Settings(bits_k=4, bits_v=4, bits_near=8)
 CHOOSES = Settings(bits_k=2, bits_v=4, bits_index=8, index=32, read=192, bits_near=8)
 
 

@@ -36,7 +36,8 @@ def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[i
         ("kivi", {"bits": 3, "group": 16}, 16, 32, 48 * 3 + 16 * 32 / 16 + 2 * 32),
         ("turboquant", {}, 32, 32, 64 * 4 + 2 * 16),
         ("turboquant", {"bits_k": 3, "bits_v": 2}, 16, 32, 16 * 3 + 32 * 2 + 2 * 16),
-        ("coded", {"read": 0, "index": 0, "bits_k": 5}, 32, 16, 32 * 5 + 16 * 4 + 2 * 8),
+        ("coded", {}, 32, 16, 48 * 8 + 2 * 8),
+        ("coded", {"bits_k": 5, "bits_v": 4}, 32, 16, 32 * 5 + 16 * 4 + 2 * 8),
         (
             "coded",
             {"read": 0, "index": 8, "bits_index": 6, "bits_k": 2, "bits_v": 3},
@@ -44,7 +45,13 @@ def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[i
             16,
             8 * 6 + 24 * 2 + 16 * 3 + 3 * 8,
         ),
-        ("coded", {"index": 16, "bits_k": 2, "page": 16}, 32, 16, 16 * 4 + 16 * 2 + 16 * 4 + 3 * 8),
+        (
+            "coded",
+            {"index": 16, "read": 256, "bits_k": 2, "page": 16},
+            32,
+            16,
+            16 * 8 + 16 * 2 + 16 * 8 + 3 * 8,
+        ),
         ("gear", {}, 32, 32, gear(32, 32, bits=4, group=64, rank=2, outliers=(1, 0))),
         (
             "gear",

@@ -293,7 +293,6 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "--window 0"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "coded"], "calibrated basis; add --budget 1.0"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
         (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
         (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
@@ -346,6 +345,13 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
+
+
+def test_a_method_alone_stores_8_bits_of_all_calibrated_coordinates(folder, tmp_path):
+    assert main(["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--method", "coded"]) == 0
+    plan = CompressionPlan.load(tmp_path / "plan.json")
+    assert {(ranks.qk, ranks.v) for ranks in plan.layers} == {(80, 80)}
+    assert (plan.rotated, plan.settings.read, plan.settings.bits_k, plan.settings.bits_v) == (True, 0, 8, 8)
 
 
 @pytest.mark.parametrize("flags", [["--method", "coded"], ["--qk", "16"], ["--budget", "0.5"]])

@@ -23,7 +23,7 @@ HEADS = {"MHA": (8, 8), "GQA": (8, 4), "K < U": (8, 2)}
 FULL, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(0, 0)
 WHOLE = coded.Settings(bits_k=3, bits_v=4, bits_index=6, index=8, read=0, bits_near=8)
 PLAIN = coded.Settings(bits_k=4, bits_v=2, index=0, read=0)
-CHOOSING = coded.Settings(index=8, read=24)
+CHOOSING = coded.Settings(bits_k=4, bits_v=4, bits_index=4, index=8, read=24)
 NEAR, LONG = {"sinks": 3, "window": 9}, {"sinks": 20, "window": 37}
 PLANS = {
     "all of an index and others": ("coded", (FULL, MIXED), (WHOLE, WHOLE), NEAR),
