@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan
 from zdc_jax.evaluation import perplexity
-from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, is_far, token_nll, window_nll
+from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, is_far, predict, window_nll
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, 
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)
-    report = compare(tiny.dense, token_nll(tiny.dense, windows), windows)
+    report = compare(tiny.dense, predict(tiny.dense, windows), windows)
     assert report.increase == 0
+    assert (report.kl, report.top1) == (0, 1)
     assert report.interval == (0, 0)
     assert report.window_increases == (0, 0, 0)
     assert report.perplexity == report.dense_perplexity == pytest.approx(np.exp(nll.mean()))
@@ -64,13 +65,24 @@ def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     windows = tiny_opt.tokens(3, 24)
     plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)
     model = tiny_opt.model(plan)
-    report = compare(model.network, token_nll(tiny_opt.dense, windows), windows, batch=2)
+    report = compare(model.network, predict(tiny_opt.dense, windows), windows, batch=2)
     ours, dense = (plain_nll(network, windows) for network in (model.network, tiny_opt.dense))
     assert report.perplexity == pytest.approx(np.exp(ours.mean()), rel=1e-5)
     assert report.increase == pytest.approx(np.exp(ours.mean() - dense.mean()) - 1, abs=1e-4)
     assert report.window_increases == pytest.approx(np.exp(ours - dense) - 1, abs=1e-4)
     assert (report.windows, report.window_length) == (3, 24)
     assert report.kv_bytes == plan.bytes(24, 1, "float32") < report.dense_kv_bytes
+
+
+def test_divergence_is_that_of_every_sixteenth_token_in_float64(tiny_opt: TinyModel):
+    windows = tiny_opt.tokens(3, 40)
+    network = tiny_opt.model(CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)).network
+    report = compare(network, predict(tiny_opt.dense, windows), windows, batch=2)
+    logits = (np.asarray(each(jnp.asarray(windows)), np.float64) for each in (tiny_opt.dense, network))
+    dense, own = (each[:, [6, 22, 38]] for each in logits)
+    dense, own = (each - np.logaddexp.reduce(each, axis=-1, keepdims=True) for each in (dense, own))
+    assert report.kl == pytest.approx((np.exp(dense) * (dense - own)).sum(-1).mean(), rel=1e-3)
+    assert report.top1 == (dense.argmax(-1) == own.argmax(-1)).mean() < 1
 
 
 @given(seed=st.integers(0, 999), window=st.integers(1, 20))
@@ -89,14 +101,14 @@ def test_what_far_tokens_lose(tiny_llama: TinyModel):
     windows = tiny_llama.tokens(4, 96)
     plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=32)
     model = tiny_llama.model(plan)
-    report = compare(model.network, token_nll(tiny_llama.dense, windows), windows)
+    report = compare(model.network, predict(tiny_llama.dense, windows), windows)
     far = is_far(windows, 32)[:, 1:]
     lost = [plain_token_nll(network, windows) for network in (tiny_llama.dense, model.network)]
     means = [(dense - own)[at].mean() for dense, own, at in zip(*lost, far, strict=True)]
     assert (report.far.tokens, report.far.window) == (far.sum(), 32)
     assert report.far.retention == pytest.approx(np.exp(np.mean(means)), rel=1e-4)
     assert report.far.interval[0] < report.far.retention < report.far.interval[1]
-    assert compare(tiny_llama.dense, token_nll(tiny_llama.dense, windows), windows).far is None
+    assert compare(tiny_llama.dense, predict(tiny_llama.dense, windows), windows).far is None
 
 
 @given(ratio=st.floats(0.5, 3), windows=st.integers(1, 20))

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.evaluation.perplexity import compare_predictions
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS, row_numbers
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import DecodeState, Flat, decode, first
@@ -121,7 +122,7 @@ def compare_continuations(
     tokens = np.stack([each.tokens for each in continuations])
     states = _compute_states(network, hidden, cache, tokens)
     dense_states = jnp.asarray(np.stack([each.hidden for each in continuations]))
-    kl, same = map(np.asarray, _compare_predictions(dense, dense_states, network.embeddings, states))
+    kl, same = map(np.asarray, compare_predictions(dense, dense_states, network.embeddings, states))
     _, counts = _generate_greedy(network, hidden, cache)
     divergences = []
     for row, each in enumerate(continuations):
@@ -160,26 +161,3 @@ def _compute_states(
     """Return the hidden states from which tokens after the cached contexts are predicted."""
     later, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + CONTINUED)
     return jnp.concatenate([hidden[:, None], later[:, :-1]], axis=1)
-
-
-@jax.jit
-def _compare_predictions(
-    dense: Embeddings,
-    dense_states: Float[Array, "B tokens D"],
-    embeddings: Embeddings,
-    states: Float[Array, "B tokens D"],
-) -> tuple[Float[Array, "B tokens"], Array]:
-    """Return KL(dense ‖ plan) of each token, float32, and whether both predict the same token.
-
-    Sequences are mapped one by one, so that only the logits of one sequence are in memory.
-    """
-
-    def compare_sequence(pair: tuple[Array, Array]) -> tuple[Array, Array]:
-        log_p, log_q = (
-            jax.nn.log_softmax(head.unembed(x), axis=-1)
-            for head, x in zip((dense, embeddings), pair, strict=True)
-        )
-        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        return kl, jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
-
-    return jax.lax.map(compare_sequence, (dense_states, states))

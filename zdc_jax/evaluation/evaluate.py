@@ -22,7 +22,7 @@ from zdc_jax.evaluation.agreement import (
     continue_contexts,
 )
 from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
-from zdc_jax.evaluation.perplexity import PerplexityReport, compare, token_nll
+from zdc_jax.evaluation.perplexity import PerplexityReport, Predictions, compare, predict
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
@@ -260,7 +260,7 @@ class Evaluation:
         self.watch = watch
         self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
         self._dense_results: list[DocumentResult] = []
-        self._dense_nll: np.ndarray | None = None
+        self._dense_predictions: Predictions | None = None
 
     def evaluate(self, network: Transformer) -> ContextReport:
         """Evaluate one plan.
@@ -279,9 +279,9 @@ class Evaluation:
         windows = self.material.windows
         if windows is None:
             return None
-        if self._dense_nll is None:
-            self._dense_nll = token_nll(self.dense, windows, batch=self.batch)
-        return compare(network, self._dense_nll, windows, batch=self.batch)
+        if self._dense_predictions is None:
+            self._dense_predictions = predict(self.dense, windows, batch=self.batch)
+        return compare(network, self._dense_predictions, windows, batch=self.batch)
 
     def _evaluate_documents(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
         results, tasks = list[DocumentResult](), dict[str, Retention]()

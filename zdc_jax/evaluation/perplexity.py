@@ -1,4 +1,4 @@
-"""Perplexity of a plan compared with the unmodified model on the same windows, with paired intervals."""
+"""Predictions of a plan compared with those of the unmodified model: perplexity and KL divergence."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +17,8 @@ _POSITIONS_PER_BLOCK = 512
 """Positions whose logits are in memory at the same time."""
 BOOTSTRAP_SAMPLES = 10_000
 """Resamples for a bootstrap interval."""
+KL_STRIDE = 16
+"""Every sixteenth token counts for the KL divergence, because all logits would not fit into memory."""
 DEFAULT_WINDOW = 256
 """Window that `FarRetention` uses for plans without a window, in tokens."""
 
@@ -53,6 +55,8 @@ class PerplexityReport:
       kv_bytes: cache size for one window, in bytes.
       dense_kv_bytes: cache size of the unmodified model.
       window_increases: relative increase of each window.
+      kl: mean KL(dense ‖ plan) of the next token, in nats, at every `KL_STRIDE`-th token.
+      top1: share of these tokens at which both rank the same next token first.
       far: retention of far tokens; None if there are none.
     """
 
@@ -65,6 +69,8 @@ class PerplexityReport:
     kv_bytes: int
     dense_kv_bytes: int
     window_increases: tuple[float, ...]
+    kl: float
+    top1: float
     far: FarRetention | None
 
     def to_json(self) -> dict[str, Any]:
@@ -103,10 +109,25 @@ def next_token_nll(
     return jnp.concatenate(list(nll), axis=1)[:, :length]
 
 
-def token_nll(
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Predictions of a network for windows of text.
+
+    Attributes:
+      embeddings: embeddings and output head of the network.
+      nll: negative log-likelihood of each token after a window's first, float32 [W, T-1], in nats.
+      states: hidden states of every `KL_STRIDE`-th token, [W, S, D] in the model's dtype, on the host.
+    """
+
+    embeddings: Embeddings
+    nll: Float[np.ndarray, "W T_next"]
+    states: Float[np.ndarray, "W S D"]
+
+
+def predict(
     network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
-) -> Float[np.ndarray, "W T_next"]:
-    """Return the negative log-likelihood of each token after a window's first, float32 [W, T-1], in nats.
+) -> Predictions:
+    """Run a network on windows of text.
 
     Layers run one after another, so that a new plan compiles only layers that no earlier plan had.
 
@@ -115,13 +136,22 @@ def token_nll(
       windows: token ids, int32.
       batch: windows per call.
     """
-    parts = []
+    nll, states = [], []
+    last = windows.shape[1] - 2  # The last token that predicts another.
     for start in range(0, len(windows), batch):
         part = windows[start : start + batch]
         tokens = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)]))
-        nll = next_token_nll(network.embeddings, network.hidden(tokens), tokens)
-        parts.append(np.asarray(nll)[: len(part)])
-    return np.concatenate(parts)
+        hidden = network.hidden(tokens)
+        nll.append(np.asarray(next_token_nll(network.embeddings, hidden, tokens))[: len(part)])
+        states.append(np.asarray(hidden[:, last % KL_STRIDE : last + 1 : KL_STRIDE])[: len(part)])
+    return Predictions(network.embeddings, np.concatenate(nll), np.concatenate(states))
+
+
+def token_nll(
+    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+) -> Float[np.ndarray, "W T_next"]:
+    """Return `Predictions.nll` of `predict`, float32 [W, T-1], in nats."""
+    return predict(network, windows, batch=batch).nll
 
 
 def window_nll(
@@ -131,23 +161,49 @@ def window_nll(
     return token_nll(network, windows, batch=batch).mean(1, dtype=np.float64)
 
 
+@jax.jit
+def compare_predictions(
+    dense: Embeddings,
+    dense_states: Float[Array | np.ndarray, "B tokens D"],
+    embeddings: Embeddings,
+    states: Float[Array | np.ndarray, "B tokens D"],
+) -> tuple[Float[Array, "B tokens"], Bool[Array, "B tokens"]]:
+    """Return KL(dense ‖ plan) of each token, float32, and whether both predict the same token.
+
+    Sequences are mapped one by one, so that only the logits of one sequence are in memory.
+    """
+
+    def compare_sequence(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        log_p, log_q = (
+            jax.nn.log_softmax(head.unembed(x), axis=-1)
+            for head, x in zip((dense, embeddings), pair, strict=True)
+        )
+        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        return kl, jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
+
+    return jax.lax.map(compare_sequence, (dense_states, states))
+
+
 def compare(
     network: Transformer | ShardedTransformer,
-    dense_token_nll: Float[np.ndarray, "W T_next"],
+    dense: Predictions,
     windows: Int[np.ndarray, "W T"],
     *,
     batch: int = 1,
 ) -> PerplexityReport:
-    """Compare the perplexity of a network with that of the unmodified model.
+    """Compare the predictions of a network with those of the unmodified model.
 
     Args:
       network: network under a plan.
-      dense_token_nll: `token_nll` of the unmodified model on the same windows.
+      dense: predictions of the unmodified model for the same windows.
       windows: token ids, int32.
       batch: windows per call.
     """
-    plan_token_nll = token_nll(network, windows, batch=batch)
-    nll, dense_nll = (each.mean(1, dtype=np.float64) for each in (plan_token_nll, dense_token_nll))
+    own = predict(network, windows, batch=batch)
+    nll, dense_nll = (each.nll.mean(1, dtype=np.float64) for each in (own, dense))
+    kl, same = map(
+        np.asarray, compare_predictions(dense.embeddings, dense.states, own.embeddings, own.states)
+    )
     length, dtype = windows.shape[1], network.dtype.name
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
@@ -159,9 +215,9 @@ def compare(
         kv_bytes=network.plan.bytes(length, 1, dtype),
         dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, dtype),
         window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
-        far=_compute_far_retention(
-            dense_token_nll - plan_token_nll, windows, network.plan.window or DEFAULT_WINDOW
-        ),
+        kl=float(kl.mean(dtype=np.float64)),
+        top1=float(same.mean()),
+        far=_compute_far_retention(dense.nll - own.nll, windows, network.plan.window or DEFAULT_WINDOW),
     )
 
 
