@@ -198,8 +198,8 @@ def test_plans_say_what_is_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("quest", {"window": 15}, "page=16 must be from 2 to 15 tokens, the window"),
-        ("quest", {"settings": {"page": 1}}, "page=1 must be from 2 to 16 tokens"),
+        ("quest", {"window": 15}, "window=15 must be at least page=16, because only complete"),
+        ("quest", {"settings": {"page": 1}}, "page=1 must be at least 2 tokens"),
         ("quest", {"settings": {"read": 40}}, "read=40 must be a positive multiple of page=16 tokens"),
         ("quest", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=16"),
         ("quest", {"settings": {"read": "many"}}, "read='many' must be an integer"),

@@ -292,6 +292,9 @@ def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     monkeypatch.setattr("zdc_jax.cache.kv_cache.free_bytes", lambda: need - 1)
     with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch=1 at this capacity"):
         generate(model, [[3], [4]], 4)
+    monkeypatch.setattr("zdc_jax.cache.kv_cache.free_bytes", lambda: 0)
+    with pytest.raises(CacheMemoryError, match=r"0 are free; use a plan with fewer bytes$"):
+        generate(model, [[3], [4]], 4)
 
 
 def test_capacity_repeats_shapes():

@@ -230,10 +230,12 @@ class PageBounds(Choosing):
     """
 
     def __post_init__(self) -> None:
-        if not 2 <= self.page <= self.window:
+        if self.page < 2:
+            raise PlanError(f"page={self.page} must be at least 2 tokens")
+        if self.window < self.page:
             raise PlanError(
-                f"page={self.page} must be from 2 to {self.window} tokens, the window, "
-                "because only complete pages can be chosen"
+                f"window={self.window} must be at least page={self.page}, because only complete pages can be "
+                "chosen"
             )
         super().__post_init__()
 

@@ -158,7 +158,9 @@ def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, fr
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if count_bytes(specs, middle, batch) <= limit else (low, middle - 1)
+        largest = [f"batch={largest_batch} at this capacity"] if largest_batch else []
+        largest += [f"capacity={low} at this batch"] if low else []
+        advice = f"the largest are {' and '.join(largest)}" if largest else "use a plan with fewer bytes"
         raise CacheMemoryError(
-            f"{batch=}, {capacity=}: the KV cache needs {needed:,} bytes{where}, {limit:,} are free; "
-            f"the largest are batch={largest_batch} at this capacity and capacity={low} at this batch"
+            f"{batch=}, {capacity=}: the KV cache needs {needed:,} bytes{where}, {limit:,} are free; {advice}"
         )
