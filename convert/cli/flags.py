@@ -313,6 +313,7 @@ class SearchFlags:
             plan = choose_plan(path, max_degradation=limit)
             assert plan is not None  # None is the answer only where a plan was measured.
             return plan
+        stored_basis(checkpoint)  # Reports a missing basis before much text is read.
         windows, documents = self._draw_texts(checkpoint)
         began = time.monotonic()  # Before the book, which measures the unmodified model.
         with counted("plans", "measuring the unmodified model") as show:

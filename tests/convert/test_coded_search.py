@@ -499,6 +499,7 @@ def test_user_errors_are_one_line(folder, tmp_path, capsys):
         (folder / "model", ["--method", "kivi", *texts], "drop --method"),
         (folder / "model", ["--method", "coded", "--max-degradation", "0.1"], "drop --method"),
         (tmp_path / "bare", ["--method", "coded", *texts], "zdc calibrate"),
+        (tmp_path / "bare", ["--texts", str(tmp_path / "no.txt")], "zdc calibrate"),
     ):
         capsys.readouterr()
         assert main(["plan", str(model), str(tmp_path / "plan.json"), *flags]) == 2
