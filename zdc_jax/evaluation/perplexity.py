@@ -1,5 +1,6 @@
 """Predictions of a plan compared with those of the unmodified model: perplexity and KL divergence."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,7 +128,19 @@ class Predictions:
 def predict(
     network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Predictions:
-    """Run a network on windows of text.
+    """Run a network on windows of text; the arguments are those of `token_nll`."""
+    nll, states = [], []
+    last = windows.shape[1] - 2  # The last token that predicts another.
+    for hidden, tokens, count in _read_batches(network, windows, batch):
+        nll.append(np.asarray(next_token_nll(network.embeddings, hidden, tokens))[:count])
+        states.append(np.asarray(hidden[:, last % KL_STRIDE : last + 1 : KL_STRIDE])[:count])
+    return Predictions(network.embeddings, np.concatenate(nll), np.concatenate(states))
+
+
+def token_nll(
+    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+) -> Float[np.ndarray, "W T_next"]:
+    """Return the negative log-likelihood of each token after a window's first, float32 [W, T-1], in nats.
 
     Layers run one after another, so that a new plan compiles only layers that no earlier plan had.
 
@@ -136,22 +149,22 @@ def predict(
       windows: token ids, int32.
       batch: windows per call.
     """
-    nll, states = [], []
-    last = windows.shape[1] - 2  # The last token that predicts another.
+    return np.concatenate(
+        [
+            np.asarray(next_token_nll(network.embeddings, hidden, tokens))[:count]
+            for hidden, tokens, count in _read_batches(network, windows, batch)
+        ]
+    )
+
+
+def _read_batches(
+    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], batch: int
+) -> Iterator[tuple[Array, Array, int]]:
+    """Yield the hidden states and tokens of each batch, and how many of its windows are not padding."""
     for start in range(0, len(windows), batch):
         part = windows[start : start + batch]
         tokens = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)]))
-        hidden = network.hidden(tokens)
-        nll.append(np.asarray(next_token_nll(network.embeddings, hidden, tokens))[: len(part)])
-        states.append(np.asarray(hidden[:, last % KL_STRIDE : last + 1 : KL_STRIDE])[: len(part)])
-    return Predictions(network.embeddings, np.concatenate(nll), np.concatenate(states))
-
-
-def token_nll(
-    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
-) -> Float[np.ndarray, "W T_next"]:
-    """Return `Predictions.nll` of `predict`, float32 [W, T-1], in nats."""
-    return predict(network, windows, batch=batch).nll
+        yield network.hidden(tokens), tokens, len(part)
 
 
 def window_nll(
