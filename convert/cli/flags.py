@@ -134,10 +134,7 @@ class PlanFlags:
             return replace(plan, rotated=False, method=method, settings=settings)
         except PlanError:
             plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
-        if not (checkpoint.calibration_path / "basis").exists():
-            command = f"zdc calibrate {checkpoint.path} TEXT"
-            raise PlanError(f"--method {method}: needs a calibrated folder; run `{command}` first")
-        return plan
+        return plan.for_model(checkpoint.fingerprint, stored_basis(checkpoint).coordinates_hash)
 
     def _parse_settings(self, method: str) -> MethodSettings:
         if method not in methods.names():

@@ -351,6 +351,7 @@ def test_a_method_alone_stores_8_bits_of_all_calibrated_coordinates(folder, tmp_
     assert main(["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--method", "coded"]) == 0
     plan = CompressionPlan.load(tmp_path / "plan.json")
     assert {(ranks.qk, ranks.v) for ranks in plan.layers} == {(80, 80)}
+    assert plan.basis == stored_basis(Checkpoint.open(folder / "model")).coordinates_hash
     assert (plan.rotated, plan.settings.read, plan.settings.bits_k, plan.settings.bits_v) == (True, 0, 8, 8)
 
 
