@@ -127,6 +127,7 @@ FAST = (
     "sliding layer under a plan",
     "int8 of a rank and window",
     "h2o of a rank",
+    "quest of a rank",
     "coded",
     "coded, near tokens too",
     "kivi of a rank",

@@ -65,7 +65,7 @@ def print_table(console: Console, results: Sequence[CacheResult]) -> None:
         )
     console.print(table)
     if jax.default_backend() == "cpu":
-        console.print("the kernels that decode a quantized cache fast need a GPU")
+        console.print("fast decoding of a quantized cache needs an H100 or H200")
 
 
 def draw_chart(results: Sequence[CacheResult], path: Path, title: str) -> None:

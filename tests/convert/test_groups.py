@@ -27,7 +27,6 @@ def brute_force(q, k, scale):
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
     block=st.sampled_from([8, 64]),
 )
-@pytest.mark.full
 def test_importance_equals_brute_force(T, heads, block):
     rng = np.random.default_rng(T)
     q, k = (jnp.asarray(rng.normal(size=(2, T, n, 16)), jnp.float32) for n in heads)

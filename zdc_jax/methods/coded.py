@@ -44,7 +44,8 @@ INDEX_STEP = 8
 class Settings(MethodSettings):
     """Settings of all layers, or of one layer.
 
-    The defaults lose little on every model that was measured; a search finds fewer bits for one model.
+    The defaults store 8 bits and read all tokens, so that a plan without settings loses little. A search
+    finds fewer bits for one model.
 
     Attributes:
       bits_k: bits per coordinate of keys: 2, 3, 4, 5, 6 or 8.
