@@ -120,7 +120,6 @@ def post_rope(
     angles_sin: Float[Array, "B T H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
-    k_shift: Float[Array, "K C"] | None = None,
     *,
     qk_rank: int,
     keep_tail: bool,
@@ -142,7 +141,6 @@ def post_rope(
       angles_sin: sines of the rotary angles, float32.
       q_rotation: basis of queries. C is H with `keep_tail`, else R.
       k_rotation: basis of keys.
-      k_shift: added to the rotated keys in float32; any float dtype.
       qk_rank: R, a multiple of 16 up to H.
       keep_tail: whether to return the trailing coordinates.
       config: launch configuration; None uses the default.
@@ -162,7 +160,6 @@ def post_rope(
         angles_sin,
         q_rotation,
         k_rotation,
-        k_shift,
         qk_rank=qk_rank,
         keep_tail=keep_tail,
         config=config,
@@ -177,12 +174,10 @@ def post_rope(
         q_rotation,
         k_rotation,
     ]
-    if k_shift is not None:
-        operands.append(k_shift.astype(jnp.float32))
     B, N = q.shape[0], q.shape[2]
     widths = [g.R, g.C - g.R] if g.C > g.R else [g.R]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, g=g, dtype=q.dtype, shifted=k_shift is not None),
+        functools.partial(_kernel, g=g, dtype=q.dtype),
         out_type=[jax.ShapeDtypeStruct((B, g.T, N, g.C), q.dtype)]
         + [jax.ShapeDtypeStruct((B, g.K, g.T, width), q.dtype) for width in widths],
         grid=(g.units * g.shares,),
@@ -203,7 +198,6 @@ def checked_launch(
     angles_sin: Shaped,
     q_rotation: Shaped,
     k_rotation: Shaped,
-    k_shift: Shaped | None = None,
     *,
     qk_rank: int,
     keep_tail: bool,
@@ -237,9 +231,6 @@ def checked_launch(
     ):
         require(x.shape == shape, f"{name}.shape", x.shape, str(shape))
         require(x.dtype == dtype, f"{name}.dtype", x.dtype, str(jnp.dtype(dtype)))
-    if k_shift is not None:
-        require(k_shift.shape == (K, C), "k_shift.shape", k_shift.shape, str((K, C)))
-        require(jnp.issubdtype(k_shift.dtype, jnp.floating), "k_shift.dtype", k_shift.dtype, "float dtypes")
     T += -T % 8
     config = config or default_config(K, B * pl.cdiv(T, TILE_TOKENS))
     return _geometry(B, T, N, K, H, C, R, config)
@@ -327,11 +318,9 @@ def _work(g: _Geometry) -> _Work:
     return _Work(g, kv, only_key * g.G, jnp.where(only_key == 1, 1, g.G), worker)
 
 
-def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
-    inputs = 7 if shifted else 6
-    q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, *shift = refs[:inputs]
+def _kernel(*refs: Any, g: _Geometry, dtype: Any) -> None:
+    q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, q_out, *k_out = refs
     rotation_dtype = q_rotation.dtype
-    q_out, *k_out = refs[inputs:]
     w = g.column_block
     widths = [ref.shape[-1] for ref in k_out]
     rotation_count = 1 if g.split else 2 * g.kv_heads
@@ -389,8 +378,6 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
                     return acc[...]
 
                 y = pl.run_scoped(multiply, plgpu.ACC((TILE_TOKENS, g.C), jnp.float32))
-                if shift:
-                    y = lax.cond(member == g.G, lambda y: y + _shift(shift[0].at[kv], y), lambda y: y, y)
                 parts = [part.at[wg] for part in out]
                 _stage(parts, y.astype(dtype))
                 pl.when(member < g.G)(lambda: _store(parts, q_out.at[b, rows, kv * g.G + member]))
@@ -432,12 +419,6 @@ def _load_rotations(work: _Work, refs: tuple[Any, Any], rotations: Any, ready: A
                 pl.when(work.first_member == member)(start)
             else:
                 start()
-
-
-def _shift(ref: Any, y: Array) -> Array:
-    """Broadcast a vector [C] to all rows of y."""
-    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(row, y.shape, [1])
 
 
 def _stage(parts: list[Any], y: Array) -> None:

@@ -55,11 +55,10 @@ def post_rope_reference(
     angles_sin: Float[Array, "B T H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
-    k_shift: Float[Array, "K C"] | None = None,
     *,
     qk_rank: int,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T C-R"]]:
-    """Apply RoPE on pairs (i, i + H/2), then each KV head's rotation; keys also get a shift.
+    """Apply RoPE on pairs (i, i + H/2), then each KV head's rotation.
 
     The rotary embedding is computed in at least float32 and rounded to q's dtype, as are the results. Pass
     float64 for exact results.
@@ -77,6 +76,4 @@ def post_rope_reference(
     groups = turn(q).reshape(B, T, k.shape[2], -1, H)
     rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1).astype(q.dtype)
     keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation).astype(k.dtype)
-    if k_shift is not None:
-        keys += k_shift[:, None].astype(keys.dtype)
     return rotated, keys[..., :qk_rank], keys[..., qk_rank:]

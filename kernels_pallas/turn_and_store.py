@@ -2,7 +2,7 @@
 
     grid: (K, ⌈B/16⌉, G + 2), Triton; 8 warps per program
     part < G:    queries of one head:   RoPE → basis → store
-    part = G:    keys of one KV head:   RoPE → basis → shift → quantize → store and ring
+    part = G:    keys of one KV head:   RoPE → basis → quantize → store and ring
     part = G+1:  values of one KV head: quantize → store and ring
 
 Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
@@ -49,14 +49,12 @@ class Turning(NamedTuple):
       sin: sines of the rotary angles, [B, H/2] float32.
       q: basis of queries, [K, H, H], as in `post_rope`.
       k: basis of keys, [K, H, H].
-      shift: added to rotated keys, [K, H], or None.
     """
 
     cos: Array
     sin: Array
     q: Array
     k: Array
-    shift: Array | None = None
 
 
 class Stored(NamedTuple):
@@ -108,7 +106,6 @@ class _Geometry(NamedTuple):
     H: int
     near: tuple[int, int]
     paged: bool
-    shifted: bool
     together: bool
     k: _Form
     v: _Form
@@ -210,8 +207,6 @@ def check_turn_and_store(
             raise ValueError(
                 f"turning.{name} has dtype {basis.dtype}: must be float16 or {k.dtype}, as k has"
             )
-    if turning.shift is not None:
-        common.check_shape("turning.shift", turning.shift, (K, H), "K, H")
     for name, stored in (("k_stored", k_stored), ("v_stored", v_stored)):
         if not stored.planes:
             raise ValueError(f"{name}.planes={stored.planes}: must be at least one")
@@ -293,7 +288,6 @@ def _launch(
         H=H,
         near=near,
         paged=block_table is not None,
-        shifted=turning.shift is not None,
         # XLA merges the three products into one array, copied once at most. Duplicate a single token there:
         # its vector product would be summed within the concatenation, slowly, one element per thread.
         together=v.shape[2] == H,
@@ -304,7 +298,6 @@ def _launch(
     given += [turning.q, turning.k, turning.cos, turning.sin]
     given += [starts.astype(jnp.int32), ends.astype(jnp.int32)]
     given += [] if block_table is None else [block_table]
-    given += [] if turning.shift is None else [turning.shift.astype(jnp.float32)]
     held = [*arrays[0], *arrays[1]]
     turned, *found = pl.pallas_call(
         functools.partial(_kernel, g=g),
@@ -327,7 +320,6 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     q_ref, k_ref, v_ref = take(1) * 3 if g.together else take(3)
     q_basis, k_basis, cos, sin, starts, ends = take(6)
     (table,) = take(1) if g.paged else (None,)
-    (shift,) = take(1) if g.shifted else (None,)
     take(g.k.arrays + g.v.arrays)  # These share memory with the results.
     (q_out,), k_held, v_held = take(1), take(g.k.arrays), take(g.v.arrays)
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
@@ -345,10 +337,8 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     def _keys() -> None:
         places = rows.places(starts, ends, table, k_held[0].shape)
         spans = [span for each in g.k.spans(g.H) for span in each]
-        shifts = [0.0 if shift is None else plt.load(shift.at[kv, pl.ds(*span)])[None] for span in spans]
         turned = rows.turned(k_ref, first_k + kv, (cos, sin), k_basis, kv, spans)
-        x = [(y + more).astype(k_ref.dtype) for y, more in zip(turned, shifts, strict=True)]
-        _keep(places, kv, x, g.k, g.H, k_held)
+        _keep(places, kv, [x.astype(k_ref.dtype) for x in turned], g.k, g.H, k_held)
 
     @pl.when(part == g.G + 1)
     def _values() -> None:

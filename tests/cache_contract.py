@@ -44,6 +44,11 @@ def method(config: ModelConfig, name: str, settings: dict | None = None, **ranks
     return replace(plan, method=name, settings=methods.settings_from_json(name, settings or {}))
 
 
+def shifted(config: ModelConfig, name: str, settings: dict | None = None, **ranks: int) -> CompressionPlan:
+    """Return `method` with keys that leave out their mean."""
+    return method(config, name, settings, **ranks).with_shift([True] * config.num_layers)
+
+
 def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     L = config.num_layers
     divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * L, BLOCK)
@@ -96,6 +101,16 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
         SHORT_LLAMA,
         partial(method, name="coded", settings=CODED | {"read": 0, "bits_near": 8}, qk=16, **NEAR),
     ),
+    "coded, shifted": (
+        SHORT_LLAMA,
+        partial(shifted, name="coded", settings=CODED | {"read": 0, "bits_near": 8}, qk=16, **NEAR),
+    ),
+    "choosing, shifted": (SHORT_LLAMA, partial(shifted, name="coded", settings=CODED, **NEAR)),
+    "prefix ring, shifted": (SHORT_LLAMA, partial(shifted, name="zdc", qk=16, v=16, **NEAR)),
+    "kivi, shifted": (
+        SHORT_LLAMA,
+        partial(shifted, name="kivi", settings={"bits": 3, "group": 16}, window=20),
+    ),
     "coded by layer": (OPT, partial(coded_by_layer, memory="device")),
     "coded by layer, on the host": (OPT, partial(coded_by_layer, memory="host")),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
@@ -130,6 +145,7 @@ FAST = (
     "quest of a rank",
     "coded",
     "coded, near tokens too",
+    "choosing, shifted",
     "kivi of a rank",
     "token classes and window",
 )

@@ -208,7 +208,8 @@ class TinyModel:
     def basis(self, **options: Any) -> Basis:
         moments = collect_moments(self.dense, self.tokens(4, 64, seed=1), fingerprint="tiny")
         weights = [np.asarray(layer["attention"]["o"]) for layer in self.layers]
-        return make_basis(moments, weights, **options)
+        shiftable = [layer.window is None for layer in self.config.layers]
+        return make_basis(moments, weights, **{"shiftable": shiftable} | options)
 
     def model(self, plan: CompressionPlan, basis: Basis | None = None) -> LanguageModel:
         layers = prepared_layers(iter(self.layers), self.config, plan, basis or self.basis(), jnp.float32)

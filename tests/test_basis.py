@@ -73,6 +73,7 @@ def test_a_replaced_map_gets_its_own_inverse():
     [
         {},
         {f"{name}_rms": np.full((2, 3, 4), 2.5) for name in "qkv"},
+        {"key_shift": np.ones((2, 3, 4)), "shifted": [True, False]},
         {"key_mean": np.ones((2, 3, 4)), "value_mean": np.full((2, 3, 4), 2.0)},
         {"qk_kind": "pairs", "pairs": np.tile(np.array([1, 0], np.int32), (2, 3, 1))},
         # In a transposed view, the stored data must be its values, not its memory.
@@ -99,7 +100,7 @@ def test_a_folder_from_before_root_mean_squares_were_kept(tmp_path):
     assert Basis.load(tmp_path / "basis").q_rms is None
 
 
-@pytest.mark.parametrize("name", ["k_map", "v_map", "key_mean", "value_mean", "pairs"])
+@pytest.mark.parametrize("name", ["k_map", "v_map", "key_mean", "key_shift", "value_mean", "pairs"])
 def test_the_hash_tells_coordinates_apart(tmp_path, name):
     # The hash changes only with the coordinates, and stays the same after loading.
     basis = make(key_mean=np.ones((2, 3, 4)), pairs=np.zeros((2, 3, 2), np.int32))

@@ -15,6 +15,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import xla
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan
 
 B, K, G, H, S = 2, 2, 2, 8, 44
@@ -35,7 +36,7 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
 
 @partial(jax.jit, static_argnames="spec")
 def attend(spec: Choosing, state, q, k, v, positions, end):
-    return spec.attend(state, q, k, v, positions, end, None, CALL)
+    return spec.attend(state, q, NewKeys(k), v, positions, end, None, CALL)
 
 
 def run(spec: Choosing, q, k, v, pieces):
@@ -54,7 +55,7 @@ def run(spec: Choosing, q, k, v, pieces):
 def whole(spec: LayerCacheSpec, q, k, v) -> Attended:
     """Attend to whole sequences, with a new compilation at each call."""
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    compiled = jax.jit(lambda q, k, v: spec.attend_whole(q, k, v, positions, None, CALL))
+    compiled = jax.jit(lambda q, k, v: spec.attend_whole(q, NewKeys(k), v, positions, None, CALL))
     return compiled(*map(jnp.asarray, (q, k, v)))
 
 

@@ -45,7 +45,8 @@ class Layer(NamedTuple):
     def fold(self, qk: int | None = None, v: int | None = None, **options) -> dict[str, np.ndarray]:
         H = self.config.head_dim
         ranks = LayerRanks(H if qk is None else qk, H if v is None else v)
-        options = {"full_width": False} | options
+        mean = None if self.basis.key_shift is None else self.basis.key_shift[0]
+        options = {"full_width": False, "mean": mean} | options
         return fold_attention(self.weights, self.config, self.basis, 0, ranks, **options)
 
     def project(self, weights, name) -> np.ndarray:
@@ -94,7 +95,7 @@ def random_basis(rng, K: int, H: int, center: bool, pairs: bool) -> Basis:
         context_length=1,
         fingerprint="",
         pairs=order if pairs else None,
-        key_mean=rng.normal(size=(1, K, H)) if center and not pairs else None,
+        key_shift=rng.normal(size=(1, K, H)) if center and not pairs else None,
         value_mean=rng.normal(size=(1, K, H)) if center else None,
     )
 
@@ -158,7 +159,7 @@ def test_scores_only_lose_what_softmax_ignores(shape, seed, center):
     lost = scores(layer.weights) - scores(layer.fold())
     equal(lost, np.broadcast_to(lost[..., :1], lost.shape))
     if center:
-        mean = np.repeat(layer.basis.key_mean[0], layer.config.group_size, axis=0)
+        mean = np.repeat(layer.basis.key_shift[0], layer.config.group_size, axis=0)
         equal(lost[..., 0], np.einsum("TNH,NH->NT", layer.project(layer.weights, "q"), mean))
     else:
         equal(lost, np.zeros_like(lost))
@@ -172,7 +173,7 @@ def test_ranks_are_nested(family, shape, seed, kept, center):
     layer = Layer.draw(family, shape, seed, biases=True, center=center)
     qk, v = (min(rank, layer.config.head_dim) for rank in kept)
     full, cut = layer.fold(), layer.fold(qk, v)
-    names = {"k_rotation", "q_rotation", "k_shift"} if family is LLAMA else {"q", "k", "q_bias", "k_bias"}
+    names = {"k_rotation", "q_rotation"} if family is LLAMA else {"q", "k", "q_bias", "k_bias"}
     for name, whole in full.items():
         if name in names:
             equal(cut[name], whole[..., :qk])
@@ -194,10 +195,10 @@ def test_post_rope_rotates_after_the_rotary_embedding(shape, seed, biases, cente
     assert placement(layer.config.layers[0], layer.basis) == "post_rope"
     for name in {"q", "k", "q_bias", "k_bias"} & old.keys():
         np.testing.assert_array_equal(new[name], old[name])
-    assert ("k_shift" in new) == center
+    assert ("k_mean" in new) == center
     q, k = layer.turned(layer.project(old, "q")), layer.turned(layer.project(old, "k"))
     rotated_q = np.einsum("TNH,NHR->TNR", q, new["q_rotation"].repeat(G, axis=0))
-    rotated_k = np.einsum("TKH,KHR->TKR", k, new["k_rotation"]) + new.get("k_shift", 0)
+    rotated_k = np.einsum("TKH,KHR->TKR", k, new["k_rotation"])
     equal(layer.attend(new, rotated_q, rotated_k), layer.attend(old, q, k))
 
 
@@ -211,7 +212,7 @@ def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center)
     first = min(part, H - 1)
     plain, new = layer.fold(), layer.fold(rotations=((first, H - first), (first,)))
     keys, values = block_diag(turn(first), turn(H - first)), block_diag(turn(first), np.eye(H - first))
-    of_keys = ("q_rotation", "k_rotation", "k_shift") if family is LLAMA else ("q", "k", "q_bias", "k_bias")
+    of_keys = ("q_rotation", "k_rotation") if family is LLAMA else ("q", "k", "q_bias", "k_bias")
     for name, whole in plain.items():
         if name in of_keys:
             equal(new[name], whole @ keys)
@@ -246,7 +247,7 @@ def test_pairs_commute_with_the_rotary_embedding(shape, seed, biases, center):
     layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center, pairs=True)
     old, new, G = layer.weights, layer.fold(), layer.config.group_size
     assert placement(layer.config.layers[0], layer.basis) == "pairs"
-    assert not {"q_rotation", "k_rotation", "k_shift"} & new.keys()
+    assert not {"q_rotation", "k_rotation", "k_mean"} & new.keys()
     q, k = layer.turned(layer.project(old, "q")), layer.turned(layer.project(old, "k"))
     after_q = layer.turned(layer.project(new, "q"), new["frequencies"].repeat(G, axis=0))
     after_k = layer.turned(layer.project(new, "k"), new["frequencies"])

@@ -96,12 +96,9 @@ def test_latents_are_principal_components_of_keys_before_the_rotary_embedding(ti
     np.testing.assert_allclose(energy, expected, atol=1e-9 * energy.max())
 
 
-def test_moments_without_such_keys_still_load_and_merge(tiny, tmp_path):
+def test_moments_without_such_keys_still_load(tiny, tmp_path):
     moments = collect_moments(tiny.dense, tiny.tokens(2, 8), fingerprint="tiny")
-    twice = moments.merge(moments)
-    np.testing.assert_array_equal(twice.k_before, 2 * moments.k_before)
     older = replace(moments, k_before=None)
-    assert older.merge(moments).k_before is None
     older.save(tmp_path / "moments")
     assert Moments.load(tmp_path / "moments").k_before is None
 

@@ -136,8 +136,12 @@ def test_settings_of_another_method_are_refused():
     layer = LayerRanks(32, 32, settings=methods.settings_from_json("kivi", {}))
     with pytest.raises(PlanError, match=r"layer 0: settings=.* are not those of method 'coded'"):
         CompressionPlan((layer,), 2, 32, method="coded")
-    value = CompressionPlan.full(LLAMA).to_json() | {"method": "coded", "rotated": False}
-    with pytest.raises(PlanError, match="rotated=False: method 'coded'"):
+    value = CompressionPlan.full(LLAMA).to_json() | {
+        "method": "coded",
+        "rotated": False,
+        "settings": {"index": 8},
+    }
+    with pytest.raises(PlanError, match=r"index=8: .* run `zdc calibrate MODEL TEXT`, or set index=0"):
         CompressionPlan.from_json(value, "plan.json")
 
 

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 from uuid import uuid4
@@ -22,6 +23,8 @@ QKKind = Literal["stacked", "balanced", "keys", "pairs"]
 VOKind = Literal["stacked", "balanced", "output"]
 
 FORMAT_VERSION = 1
+
+logger = logging.getLogger("zdc_jax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +53,13 @@ class Basis:
       record: calibration options and the perplexities of candidate bases, a JSON object.
       pairs: order of the rotary pairs for `qk_kind="pairs"`, int32 [L, K, H/2]. Column 2i of `k_map` selects
         the original coordinate p_i, and column 2i + 1 selects p_i + H/2.
-      key_mean, value_mean: means subtracted from keys and values before the maps, float64 [L, K, H], in
-        original coordinates; None without centering.
+      key_shift: m of `zdc_jax.ops.shift`, what keys leave out before the maps, float64 [L, K, H]. None if
+        calibration did not collect means by position, as in folders of older releases.
+      shifted: for each layer, whether the maps of q and k were made for keys without their mean; empty
+        without `key_shift`.
+      value_mean: means subtracted from values before the map, float64 [L, K, H], in original coordinates;
+        None without centering.
+      key_mean: means of keys in folders of older releases, which subtracted them. They are not used.
       q_rms, k_rms, v_rms: root mean squares of the new coordinates of q, k and v over the calibration tokens,
         float64 [L, K, H]. They are measured where attention reads q, k and v; q also over the query heads of
         a group. None in folders of older releases.
@@ -75,6 +83,8 @@ class Basis:
     record: dict[str, Any] = field(default_factory=dict)
     pairs: np.ndarray | None = None
     key_mean: np.ndarray | None = None
+    key_shift: np.ndarray | None = None
+    shifted: list[bool] = field(default_factory=list)
     value_mean: np.ndarray | None = None
     q_rms: np.ndarray | None = None
     k_rms: np.ndarray | None = None
@@ -95,11 +105,31 @@ class Basis:
     def coordinates_hash(self) -> str:
         """Hash of the maps, pairs and means, 16 hex digits. Plans identify their basis by it."""
         total = hashlib.sha256()
-        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent"):
+        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent", "key_shift"):
             if (value := getattr(self, name)) is not None:
                 total.update(f"{name} {value.dtype} {value.shape}\n".encode())
                 total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
         return total.hexdigest()[:16]
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def identity(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "Basis":
+        """Return the basis of a model without calibration: its own coordinates."""
+        heads = num_layers, num_kv_heads
+        maps = np.broadcast_to(np.eye(head_dim), (*heads, head_dim, head_dim))
+        unknown = np.full((*heads, head_dim), np.nan)
+        errors = np.full((*heads, head_dim + 1), np.nan)
+        return cls(
+            maps,
+            maps,
+            "balanced",
+            "balanced",
+            *(unknown, unknown, errors, errors),
+            *(np.ones(heads), np.ones(heads)),
+            num_tokens=0,
+            context_length=0,
+            fingerprint="",
+        )
 
     def check_model(self, fingerprint: str, config: ModelConfig) -> None:
         """Raise `CalibrationError` if this basis was calibrated on another model."""
@@ -130,13 +160,19 @@ class Basis:
         Raises:
           CheckpointError: the folder is missing, corrupt or of another format version.
         """
-        optional = {"q_rms", "k_rms", "v_rms", "k_latent"}
+        optional = {"q_rms", "k_rms", "v_rms", "k_latent", "key_shift", "shifted", "key_mean"}
         values = load_fields(folder, "basis", {f.name for f in fields(cls)} - optional, optional=optional)
         basis = cls(**values)
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
         if not basis.k_map.shape == basis.v_map.shape == square:
             raise CheckpointError(
                 f"{folder}: k_map {basis.k_map.shape} and v_map {basis.v_map.shape} are not [L, K, H, H]"
+            )
+        if basis.key_shift is None:
+            logger.warning(
+                "%s was calibrated by an older release, without the shift of keys; quantized keys are more "
+                "accurate after `zdc calibrate MODEL TEXT --overwrite`",
+                folder,
             )
         return basis
 

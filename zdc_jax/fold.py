@@ -22,7 +22,8 @@ from zdc_jax.cache.gaussian_codes import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.methods import Rotations
-from zdc_jax.ops.rotary import rope_frequencies
+from zdc_jax.ops.rotary import layer_frequencies, rope_frequencies
+from zdc_jax.ops.shift import damping
 from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -62,16 +63,21 @@ def prepared_layer(
       layer: unmodified parameters of the layer.
       config: architecture of the model.
       plan: plan that defines the ranks.
-      basis: basis to fold in; None leaves the weights unfolded and unsliced.
+      basis: basis to fold in. With None, weights are only folded as far as the method rotates coordinates.
       dtype: dtype of the result.
       payload: `float8` adds the scales that this exchange format needs.
 
     Returns:
       parameters of the layer, a nested dict of numpy arrays.
     """
+    attention, mean = layer["attention"], None
+    if plan.layers[index].shift:
+        mean = mean_of_bias(attention, config, index) if basis is None else _stored_shift(basis, index)
+    if basis is None and any(plan.rotations(index)):
+        basis = Basis.identity(config.num_layers, config.num_kv_heads, config.head_dim)
     if basis is not None:
-        folded = fold_attention(
-            layer["attention"],
+        attention = fold_attention(
+            attention,
             config,
             basis,
             index,
@@ -79,11 +85,13 @@ def prepared_layer(
             full_width=any(plan.near(index)),
             latent_keys=plan.settings.latent_keys,
             rotations=plan.rotations(index),
+            mean=mean,
         )
         if payload == "float8":
-            folded |= scale_weights(basis, index)
-        layer = {**layer, "attention": folded}
-    return cast(layer, dtype)
+            attention |= scale_weights(basis, index)
+    elif mean is not None:
+        attention = _leave_out(attention, config, index, mean)
+    return cast({**layer, "attention": attention}, dtype)
 
 
 _ROTATIONS = ("q_rotation", "k_rotation")
@@ -92,14 +100,15 @@ _ROTATIONS = ("q_rotation", "k_rotation")
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
     """Round a nested dict of arrays to the dtype of the model.
 
-    Rotary frequencies are rounded to float32. The rotations of a bfloat16 model are rounded to float16: in
-    bfloat16 those of q and k would not be inverse to each other, which would change every score.
+    Rotary frequencies and means of keys are rounded to float32. The rotations of a bfloat16 model are rounded
+    to float16: in bfloat16 those of q and k would not be inverse to each other, which would change every
+    score.
     """
 
     def choose_dtype(name: str) -> Any:
         if name in _ROTATIONS and dtype == jnp.bfloat16:
             return np.float16
-        return np.float32 if name == "frequencies" else dtype
+        return np.float32 if name in ("frequencies", "k_mean") else dtype
 
     return {
         name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(choose_dtype(name))
@@ -132,6 +141,7 @@ def fold_attention(
     full_width: bool,
     latent_keys: bool = False,
     rotations: Rotations = ((), ()),
+    mean: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the attention parameters of one layer in the coordinates of the basis, sliced to its ranks.
 
@@ -145,11 +155,12 @@ def fold_attention(
       latent_keys: whether to leave q and k unmodified, and to add `k_latent` [K, H, R] if R > 0.
       rotations: sizes of blocks of leading coordinates, of k (and q) and of v. Each block is rotated by
         `zdc_jax.cache.gaussian_codes.turn`.
+      mean: m of `zdc_jax.ops.shift`, which keys leave out, [K, H]; None keeps keys whole.
 
     Returns:
       float64 arrays q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D] and their biases. Some placements add
-      `q_rotation`, `k_rotation` and `k_shift`, or `frequencies`. Centered values add an `o_bias` to models
-      without one.
+      `q_rotation`, `k_rotation`, and `k_mean` with a `mean`, or `frequencies`. Centered values add `o_bias`
+      to models without one.
 
     Raises:
       ValueError: an attention weight is unknown and would be lost.
@@ -168,7 +179,7 @@ def fold_attention(
         raise CalibrationError(
             "qk_kind='pairs' does not support the rotations of quantized keys; calibrate with qk='balanced'"
         )
-    return _fold_qk(old, config, basis, layer, _rotation_matrix(key_sizes, R)) | values
+    return _fold_qk(old, config, basis, layer, _rotation_matrix(key_sizes, R), mean) | values
 
 
 def _rotation_matrix(sizes: Sequence[int], width: int) -> np.ndarray:
@@ -182,21 +193,23 @@ def _rotation_matrix(sizes: Sequence[int], width: int) -> np.ndarray:
 
 
 def _fold_qk(
-    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, rotation: np.ndarray
+    old: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    basis: Basis,
+    layer: int,
+    rotation: np.ndarray,
+    mean: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
     R = len(rotation)
     k_map = basis.k_map[layer, :, :, :R] @ rotation
     q_map = basis.q_map[layer, :, :, :R] @ rotation
-    shift = None
-    if basis.key_mean is not None:
-        shift = -np.einsum("KH,KHR->KR", basis.key_mean[layer], k_map)
     spec = config.layers[layer]
     names = [name for name in ("q", "k", "q_bias", "k_bias") if name in old]
     where = placement(spec, basis)
     if where == "post_rope":
         unmodified = [*names, *(name for name in ("q_norm", "k_norm") if name in old)]
         new = {name: old[name] for name in unmodified} | {"q_rotation": q_map, "k_rotation": k_map}
-        return new if shift is None else new | {"k_shift": shift}
+        return new if mean is None else new | {"k_mean": mean}
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
         name: np.einsum("...NH,NHR->...NR", old[name], group_map if name[0] == "q" else k_map)
@@ -207,9 +220,36 @@ def _fold_qk(
         assert basis.pairs is not None
         angles = rope_frequencies(spec.rope, config.head_dim, config.max_positions)
         new["frequencies"] = angles[basis.pairs[layer, :, : R // 2]]
-    elif shift is not None:
-        new["k_bias"] = new.get("k_bias", 0) + shift
+    elif mean is not None:
+        # Without a rotary embedding all keys lose the same vector, which attention does not see.
+        new["k_bias"] = new.get("k_bias", 0) - np.einsum("KH,KHR->KR", mean, k_map)
     return new
+
+
+def mean_of_bias(weights: Mapping[str, np.ndarray], config: ModelConfig, layer: int) -> np.ndarray | None:
+    """Return m of `zdc_jax.ops.shift` from the bias of a layer's keys, [K, H]; it needs no calibration.
+
+    It is None for layers without such a bias, or with a norm after it.
+    """
+    spec = config.layers[layer]
+    if "k_bias" not in weights or spec.qk_norm:
+        return None
+    return np.asarray(weights["k_bias"], np.float64) * np.tile(damping(layer_frequencies(spec, config)), 2)
+
+
+def _stored_shift(basis: Basis, layer: int) -> np.ndarray:
+    assert basis.key_shift is not None  # `load` checks this.
+    return basis.key_shift[layer]
+
+
+def _leave_out(
+    weights: Mapping[str, np.ndarray], config: ModelConfig, layer: int, mean: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return attention parameters without a basis whose keys leave out their mean."""
+    if config.layers[layer].rope is not None:
+        return {**weights, "k_mean": mean}
+    # Without a rotary embedding all keys lose the same vector, which attention does not see.
+    return {**weights, "k_bias": np.asarray(weights["k_bias"], np.float64) - mean}
 
 
 def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:

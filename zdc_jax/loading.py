@@ -25,6 +25,7 @@ from zdc_jax.parallel.payload import Payload, check_basis, check_payload
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.presets import resolve_plan
 
 logger = logging.getLogger("zdc_jax")
 
@@ -111,7 +112,8 @@ def load(
 
     Args:
       path: folder written by `zdc convert`.
-      plan: plan, or path of its JSON file. None loads the unmodified model at full rank.
+      plan: plan, path of its JSON file, or a preset (`zdc_jax.presets`): 8bit, 4bit, 3bit, small or none.
+        None loads the unmodified model at full rank.
       basis: basis to fold in; requires a plan. Default: the basis stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache. Default: dtype of the stored weights.
       max_positions: longest context, in tokens. Default: that of the checkpoint. Rotary scaling `yarn` and
@@ -224,7 +226,11 @@ def _resolve_plan(
         return CompressionPlan.full(checkpoint.config), None
     if not isinstance(plan, CompressionPlan | str | Path):
         raise PlanError(f"plan={plan!r:.80} must be a CompressionPlan or the path of its JSON file")
-    plan = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(plan)
+    if not isinstance(plan, CompressionPlan):
+        named = resolve_plan(plan, checkpoint.path)
+        if named is None:
+            return _resolve_plan(checkpoint, None, basis)
+        plan = named
     plan.check_model(checkpoint.config, checkpoint.fingerprint)
     if not plan.rotated:
         if basis is not None:
@@ -233,6 +239,11 @@ def _resolve_plan(
     basis = basis or stored_basis(checkpoint)
     basis.check_model(checkpoint.fingerprint, checkpoint.config)
     plan.check_basis(basis.coordinates_hash)
+    if basis.key_shift is None and any(ranks.shift for ranks in plan.layers):
+        raise CalibrationError(
+            f"the plan shifts keys, but {checkpoint.path} was calibrated by an older release; "
+            f"run `zdc calibrate {checkpoint.path} TEXT --overwrite` and `zdc plan`"
+        )
     return plan, basis
 
 

@@ -41,12 +41,15 @@ class LayerRanks:
       window: window of this layer in tokens, which replaces the window and sinks of the plan. It requires
         `qk = v = 0` and describes the sliding-window layers of a model.
       settings: settings of the plan's method for this layer, which replace those of the plan.
+      shift: whether keys leave out their mean and scores regain it (`zdc_jax.ops.shift`). The mean comes from
+        the basis; without a basis it is the bias of the keys.
     """
 
     qk: int
     v: int
     window: int | None = None
     settings: MethodSettings | None = None
+    shift: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,17 @@ class CompressionPlan:
         if self.classes is not None:
             self._check_classes(self.classes)
         self._check_rotated()
-        self.layer_caches("bfloat16")  # The method rejects plans that it does not support.
+        self._check_shift(self.layer_caches("bfloat16"))  # The method rejects plans that it cannot serve.
+
+    def _check_shift(self, specs: Sequence[LayerCacheSpec]) -> None:
+        for index, (ranks, spec) in enumerate(zip(self.layers, specs, strict=True)):
+            if type(ranks.shift) is not bool:
+                raise PlanError(f"layer {index}: shift={ranks.shift!r} must be true or false")
+            if ranks.shift and not (ranks.qk and "shift" in spec.clauses):
+                raise PlanError(
+                    f"layer {index}: shift=true needs qk above 0 and a method that stores whole keys, "
+                    f"not method={self.method!r} with qk={ranks.qk}"
+                )
 
     def _check_rotated(self) -> None:
         if type(self.rotated) is not bool:
@@ -254,6 +267,21 @@ class CompressionPlan:
         """Return the plan that stores all coordinates of the calibrated basis."""
         return cls.uniform(config, qk=config.head_dim, v=config.head_dim)
 
+    def with_shift(self, shifted: Sequence[bool]) -> Self:
+        """Return the plan with the shift of keys on in the layers where `shifted` is true.
+
+        Layers that store no keys of older tokens stay as they are. `shifted` may be empty, which means no
+        layer.
+        """
+        on = [*shifted] or [False] * len(self.layers)
+        return replace(
+            self,
+            layers=tuple(
+                replace(ranks, shift=bool(ranks.qk) and bool(shift))
+                for ranks, shift in zip(self.layers, on, strict=True)
+            ),
+        )
+
     def near(self, layer: int) -> tuple[int, int]:
         """Return the sinks and the window of a layer, in tokens."""
         window = self.layers[layer].window
@@ -355,9 +383,9 @@ class CompressionPlan:
         for name, default in (("rotated", True), ("settings", {})):
             if value[name] == default:
                 del value[name]
-        value["layers"] = [_drop_none(layer) for layer in value["layers"]]
+        value["layers"] = [_drop_defaults(layer) for layer in value["layers"]]
         if self.classes is not None:
-            value["classes"]["important"] = [_drop_none(layer) for layer in value["classes"]["important"]]
+            value["classes"]["important"] = [_drop_defaults(layer) for layer in value["classes"]["important"]]
         return value
 
     def save(self, path: str | Path) -> None:
@@ -434,8 +462,8 @@ def _layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ..
     return methods.named(plan.method).layer_caches(plan, dtype)
 
 
-def _drop_none(layer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layer.items() if value is not None}
+def _drop_defaults(layer: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in layer.items() if value is not None and value is not False}
 
 
 def _layers_from_json(

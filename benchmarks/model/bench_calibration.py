@@ -18,7 +18,13 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.calibrate import add_moments, collect_moments, zero_sums
+from convert.calibration.calibrate import (
+    add_moments,
+    collect_moments,
+    estimate_shift,
+    list_mean_keys,
+    zero_sums,
+)
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.make_basis import make_basis
@@ -50,13 +56,15 @@ def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) ->
     """Time the forward pass alone and with moments, alternating; return medians in seconds a window."""
     forward = jax.jit(lambda network, tokens: network.hidden(tokens).sum())
     sums, weight = zero_sums(network), jnp.ones(batch)
+    shift = estimate_shift(network, windows[:1])
+    keys = list_mean_keys(network.config, shift, windows.shape[1])
     raw: dict[str, list[float]] = {"forward": [], "with_moments": []}
     for start in range(0, len(windows), batch):
         tokens = jnp.asarray(windows[start : start + batch])
         began = time.perf_counter()
         jax.block_until_ready(forward(network, tokens))
         middle = time.perf_counter()
-        sums = jax.block_until_ready(add_moments(network, sums, tokens, weight))
+        sums = jax.block_until_ready(add_moments(network, sums, keys, tokens, weight))
         raw["forward"].append((middle - began) / batch)
         raw["with_moments"].append((time.perf_counter() - middle) / batch)
     medians = {name: float(np.median(times[1:])) for name, times in raw.items()}

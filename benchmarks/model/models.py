@@ -317,7 +317,7 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
-            q, k, v = (x[: len(tokens)] for x in (q, k, v))
+            q, k, v = (x[: len(tokens)] for x in (q, k.keys, v))
 
             def put(buffer, new):
                 return jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))

@@ -41,6 +41,7 @@ from zdc_jax.evaluation.retention import retention
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan
 
 
@@ -72,7 +73,7 @@ class ListedBlocks(PrefixRing):
         self,
         state: Any,
         q: Float[Array, "B T N H"],
-        k: Any,
+        k: NewKeys,
         v: Any,
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],

@@ -37,6 +37,7 @@ from zdc_jax.methods import Rotations, layer_shape
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.importance import received_attention, token_importance
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.xla import by_query_blocks, query_block
 from zdc_jax.plan import CompressionPlan
 
@@ -98,8 +99,8 @@ class BestTokenOfPage(CodedChoosing):
 class LayerChoice(CodedChoosing):
     """Choice of tokens shared by all heads of a layer."""
 
-    def probabilities(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
-        of_heads = super().probabilities(far, q, positions, scale)
+    def probabilities(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Array:
+        of_heads = super().probabilities(far, q, positions, call)
         return jnp.broadcast_to(logsumexp(of_heads, axis=2, keepdims=True), of_heads.shape)
 
 
@@ -119,9 +120,9 @@ class HeadChoice(CodedChoosing):
     def near(self) -> PrefixRing:
         return replace(super().near, num_kv_heads=self.num_kv_heads // self.group)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        k, v = (jnp.repeat(x, self.group, axis=2) for x in (k, v))
-        return super().write_far(state, k, v, positions, end)
+    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
+        keys, v = (jnp.repeat(x, self.group, axis=2) for x in (k.keys, v))
+        return super().write_far(state, NewKeys(keys), v, positions, end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class WholeMass(CodedChoosing):
 
         def mass(q: Array, positions: Array) -> Array:
             heads = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
-            scores = self.page_scores(far, heads, call.scale)
+            scores = self.page_scores(far, heads, call)
             is_far = self._is_far(jnp.arange(scores.shape[-1]), positions[:, :, None, None, None])
             total = logsumexp(jnp.where(is_far, scores, -jnp.inf), axis=-1)
             return total.reshape(*total.shape[:2], -1)
@@ -163,8 +164,8 @@ class CopiedIndex(CodedChoosing):
     def all_rows(self, far: FarTokens) -> tuple[Array, Array]:
         return self._whole.all_rows(far._replace(index=()))
 
-    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        return super().page_scores(far, self._index_of(q), scale)
+    def page_scores(self, far: FarTokens, q: Array, call: Call) -> Array:
+        return super().page_scores(far, self._index_of(q), call)
 
     @property
     def _whole(self) -> CodedChoosing:
@@ -182,15 +183,15 @@ class RoundedNear(CodedStore):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, NewKeys, Array]:
         """Leave keys unrounded; they are rounded after the transform."""
         return attention.project(x, positions, implementation)
 
-    def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
-        return super().write(state, _in_8_bits(k), _in_8_bits(v), positions, end)
+    def write(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> NearFarState:
+        return super().write(state, k._replace(keys=_in_8_bits(k.keys)), _in_8_bits(v), positions, end)
 
-    def attend(self, state: NearFarState, q: Array, k: Any, v: Array, *rest: Any) -> Attended:
-        return super().attend(state, q, _in_8_bits(k), _in_8_bits(v), *rest)
+    def attend(self, state: NearFarState, q: Array, k: NewKeys, v: Array, *rest: Any) -> Attended:
+        return super().attend(state, q, k._replace(keys=_in_8_bits(k.keys)), _in_8_bits(v), *rest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float
 
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.calibration.kmeans import kmeans_moments
@@ -32,6 +33,8 @@ from zdc_jax.loading import load
 from zdc_jax.model.observe import Seen, observe
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.rotary import layer_frequencies
+from zdc_jax.ops.shift import BLOCK, mean_keys
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.planning.profile import Profile
 
@@ -44,6 +47,8 @@ MAX_CONTEXT = 8192
 """Longest window unless `CalibrationOptions.context` asks for more, in tokens."""
 AUTO_WINDOWS = 4
 """Calibration windows on which `auto` compares bases."""
+SHIFT_WINDOWS = 2
+"""Windows from which the mean of keys is estimated."""
 FEW_TOKENS = 32_768
 """Fewest tokens of text for an accurate basis."""
 
@@ -56,7 +61,7 @@ class CalibrationOptions:
       qk: Kind of the basis of Q and K. auto picks stacked or balanced by the lower perplexity on calibration
         text.
       vo: Kind of the basis of V and O. auto picks as for Q and K.
-      center: Subtract the means of keys and values first.
+      center: Subtract the mean of values first.
       tokens: Tokens of text to read.
       context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys
         beyond this length in ways that calibration does not see.
@@ -291,16 +296,20 @@ def collect_moments(
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network), replicated)
+    shift = estimate_shift(network, windows[:SHIFT_WINDOWS])
+    keys = jax.device_put(list_mean_keys(network.config, shift, windows.shape[1]), replicated)
     starts = range(0, len(windows), batch)
     for start in track(starts, "moments", shown=progress):
         part = windows[start : start + batch]
         weight = np.arange(batch) < len(part)
         padded = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])
-        sums = add_moments(network, sums, jax.device_put(padded, sharded), jax.device_put(weight, sharded))
+        tokens, weight = (jax.device_put(x, sharded) for x in (padded, weight))
+        sums = add_moments(network, sums, keys, tokens, weight)
         jax.block_until_ready(sums)  # Progress shows finished work, not dispatched work.
     host = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     return Moments(
         **host,
+        key_shift=shift,
         num_tokens=windows.size,
         context_length=windows.shape[1],
         group_size=network.config.group_size,
@@ -309,29 +318,83 @@ def collect_moments(
 
 
 def zero_sums(network: Transformer) -> dict[str, Array]:
-    """Create sums for `add_moments`: q, k, v, o, k_before [L, K, H, H] and q_sum, … [L, K, H], float32."""
+    """Create sums for `add_moments`, float32.
+
+    Arrays q, k, v, o, k_before and k_rest are [L, K, H, H]; q_sum and others are [L, K, H].
+    """
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in (*"qkvo", "k_before")}
+    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in (*"qkvo", "k_before", "k_rest")}
     return grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
+
+
+def estimate_shift(network: Transformer, windows: np.ndarray) -> np.ndarray:
+    """Return m of `zdc_jax.ops.shift` for the keys of `windows` [W, T], float64 [L, K, H].
+
+    It is exact for these windows: what it leaves of keys is smallest. Turning the keys of each block back by
+    its center and averaging them is least squares, since rotations keep lengths.
+    """
+    config, (W, T) = network.config, windows.shape
+    each = [jax.device_get(_sum_blocks(network, jnp.asarray(window[None]))) for window in windows]
+    sums = [np.sum(layer, axis=0, dtype=np.float64) for layer in zip(*each, strict=True)]
+
+    def turn_back(layer: int) -> np.ndarray:
+        spec, blocks = config.layers[layer], sums[layer]  # [blocks, K, H]
+        turns = mean_keys(np.eye(config.head_dim), layer_frequencies(spec, config), len(blocks))
+        return np.einsum("bKH,bIH->KI", blocks, turns) / (W * T)
+
+    return np.stack([turn_back(layer) for layer in range(config.num_layers)])
+
+
+@jax.jit
+def _sum_blocks(network: Transformer, tokens: Array) -> list[Array]:
+    """Sum the keys of each layer over blocks of positions, [blocks, K, H] each."""
+    return observe(network, tokens, _sum_keys)
+
+
+def _sum_keys(seen: Seen) -> Array:
+    k = seen.k.astype(jnp.float32).sum(0)
+    padded = jnp.pad(k, ((0, -len(k) % BLOCK), (0, 0), (0, 0)))
+    return padded.reshape(-1, BLOCK, *k.shape[1:]).sum(1)
+
+
+def list_mean_keys(
+    config: ModelConfig, shift: np.ndarray, tokens: int
+) -> list[Float[np.ndarray, "blocks K H"]]:
+    """Return the mean keys of all blocks of `tokens` positions for each layer, in float32."""
+    blocks = -(-tokens // BLOCK)
+    return [
+        mean_keys(mean, layer_frequencies(spec, config), blocks).astype(np.float32)
+        for mean, spec in zip(shift, config.layers, strict=True)
+    ]
 
 
 @partial(jax.jit, donate_argnums=1)
 def add_moments(
-    network: Transformer, sums: dict[str, Array], tokens: Array, weight: Array
+    network: Transformer, sums: dict[str, Array], keys: Sequence[Array], tokens: Array, weight: Array
 ) -> dict[str, Array]:
-    """Add the moments of windows `tokens` [B, T] to the sums; `weight` [B] is 0 for padding, else 1."""
-    K = network.config.num_kv_heads
+    """Add the moments of windows to the sums.
 
-    def compute_grams(seen: Seen) -> dict[str, Array]:
+    Args:
+      network: the model.
+      sums: from `zero_sums`.
+      keys: mean keys of each layer, from `list_mean_keys`.
+      tokens: windows [B, T].
+      weight: 0 for padding, else 1, [B].
+    """
+    K = network.config.num_kv_heads
+    blocks = np.arange(tokens.shape[1]) // BLOCK
+
+    def compute_grams(seen: Seen, keys: Array) -> dict[str, Array]:
         grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
         before = seen.attention.before_rope(
             seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         )
-        latent = {"k_before": _gram("k_before", before, weight, K)["k_before"]}
-        return latent | {name: value for gram in grams for name, value in gram.items()}
+        others = {"k_before": before, "k_rest": seen.k.astype(jnp.float32) - keys[blocks]}
+        found = {name: _gram(name, x, weight, K)[name] for name, x in others.items()}
+        return found | {name: value for gram in grams for name, value in gram.items()}
 
-    layers = observe(network, tokens, compute_grams)
+    layers = observe(network, tokens, compute_grams, keys)
     return {name: total + jnp.stack([layer[name] for layer in layers]) for name, total in sums.items()}
 
 
@@ -358,12 +421,20 @@ def choose_basis(
     `auto` picks the kind with the lower perplexity at half rank, for QK and VO separately. Without windows,
     it means `balanced`.
     """
+    config = checkpoint.config
     output_weights = [
         np.asarray(checkpoint.layer(index)["attention"]["o"], np.float64)
-        for index in range(checkpoint.config.num_layers)
+        for index in range(config.num_layers)
     ]
-    make: Callable[..., Basis] = partial(make_basis, moments, output_weights, center=options.center)
-    H = checkpoint.config.head_dim
+    make: Callable[..., Basis] = partial(
+        make_basis,
+        moments,
+        output_weights,
+        center=options.center,
+        # Sliding layers store few tokens, in nearly all bits. A shift would only cost time.
+        shiftable=[layer.window is None for layer in config.layers],
+    )
+    H = config.head_dim
     half = min(allowed_ranks(H), key=lambda rank: abs(rank - H / 2) if rank else H)
     halved = {"qk": {"qk": half, "v": H}, "vo": {"qk": H, "v": half}}
     default = {"qk": "balanced", "vo": "balanced"}
@@ -373,7 +444,7 @@ def choose_basis(
     candidates = [(side, kind) for side in open_sides for kind in ("balanced", "stacked")]
     for side, kind in track(candidates, "basis", shown=progress):
         assert windows is not None
-        plan = CompressionPlan.uniform(checkpoint.config, **halved[side])
+        plan = CompressionPlan.uniform(config, **halved[side])
         network = load(checkpoint.path, plan, basis=make(**default | {side: kind}), dtype=dtype).network
         perplexities[side][kind] = float(np.exp(window_nll(network, windows[:AUTO_WINDOWS]).mean()))
     best = {side: min(values, key=values.__getitem__) for side, values in perplexities.items()}

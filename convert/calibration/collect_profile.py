@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +116,7 @@ def _attend_with_cut(seen: Seen, ranks: LayerRanks, window: int) -> Array:
 
     A sliding-window layer sees no more than its own window under any cut.
     """
-    cut = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
+    cut: dict[str, Any] = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
     if (own := seen.attention.spec.window) is not None:
         cut = {"qk_rank": 0, "v_rank": 0, "window": own if ranks.qk else min(own, window)}
     o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, implementation="xla", **cut)

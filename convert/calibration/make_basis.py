@@ -28,6 +28,8 @@ Matrices = Float64[np.ndarray, "*K H H"]
 
 DEFAULT_RIDGE = 1e-6
 """Floor of eigenvalues in `solve_balanced`, relative to their mean."""
+WORTH_SHIFTING = 0.9
+"""Noise of scores with the shift over that without it, below which a layer's keys leave out their mean."""
 
 
 def solve_stacked(C_Q: Matrices, C_K: Matrices) -> Matrices:
@@ -130,6 +132,7 @@ def make_basis(
     vo: VOKind = "balanced",
     center: bool = False,
     ridge: float = DEFAULT_RIDGE,
+    shiftable: Sequence[bool] = (),
 ) -> Basis:
     """Make the basis of a whole model.
 
@@ -139,9 +142,10 @@ def make_basis(
       qk: `stacked`, `balanced`, `keys` or `pairs`.
       vo: `stacked` (rows of V and columns of W_O), `balanced`, or `output`. `output` is balanced with O's
         moments instead of V's: exact for the heads' outputs when G = 1, pooled over a group otherwise.
-      center: subtract the means of keys and values first (for `output`, O's mean from values). Keys keep
-        their mean for `pairs`, whose rotary embedding cannot carry a shift.
+      center: subtract the mean of values first (for `output`, O's mean).
       ridge: floor of the eigenvalues in `balanced`, relative to their mean.
+      shiftable: layers whose keys may leave out their mean (`zdc_jax.ops.shift`). They do if that lowers
+        `predict_noise` below `WORTH_SHIFTING`; not for `pairs`, and not without `Moments.k_rest`.
 
     Raises:
       CalibrationError: no tokens; moments or weights that are not finite, with layer and KV head; weights
@@ -149,17 +153,23 @@ def make_basis(
     """
     _check_inputs(moments, output_weights, qk, vo)
 
+    can_shift = len(shiftable) > 0 and moments.k_rest is not None and qk != "pairs"
+
     def solve(layer: int) -> dict[str, np.ndarray]:
         latent = {} if moments.k_before is None else {"k_latent": solve_keys(moments.k_before[layer])}
-        qk_side = _solve_qk(moments, layer, qk, center, ridge)
+        qk_side = _solve_qk(moments, layer, qk, ridge)
+        if can_shift:
+            qk_side |= _solve_shift(moments, layer, qk, ridge, qk_side, allowed=shiftable[layer])
         return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
 
     # Matrices are too small for BLAS's own threads, so layers run in parallel with one thread each.
     with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
         layers = list(pool.map(solve, range(len(output_weights))))
     arrays: dict[str, Any] = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    shifted = arrays.pop("shifted", np.zeros(0, bool)).tolist()
     return Basis(
         **arrays,
+        shifted=shifted,
         qk_kind=qk,
         vo_kind=vo,
         num_tokens=moments.num_tokens,
@@ -170,27 +180,58 @@ def make_basis(
 
 
 def _solve_qk(
-    moments: Moments, layer: int, kind: QKKind, center: bool, ridge: float
+    moments: Moments, layer: int, kind: QKKind, ridge: float, C_K: Matrices | None = None
 ) -> dict[str, np.ndarray]:
-    C_Q, C_K = moments.second("q", layer), moments.second("k", layer)
+    """Solve the side of q and k of one layer; `C_K` replaces the second moments of its keys."""
+    C_Q = moments.second("q", layer)
+    C_K = moments.second("k", layer) if C_K is None else C_K
     extra: dict[str, np.ndarray] = {}
-    if kind == "pairs":
-        extra["pairs"] = order_pairs(C_Q, C_K)
-        A_K = make_pair_map(extra["pairs"])
-    else:
-        if center:
-            C_K = moments.covariance("k", layer)
-            extra["key_mean"] = moments.mean("k", layer)
-        match kind:
-            case "stacked":
-                A_K = solve_stacked(moments.group_size * C_Q, C_K)
-            case "keys":
-                A_K = solve_keys(C_K)
-            case _:
-                A_K = solve_balanced(C_Q, C_K, ridge)
+    match kind:
+        case "pairs":
+            extra["pairs"] = order_pairs(C_Q, C_K)
+            A_K = make_pair_map(extra["pairs"])
+        case "stacked":
+            A_K = solve_stacked(moments.group_size * C_Q, C_K)
+        case "keys":
+            A_K = solve_keys(C_K)
+        case _:
+            A_K = solve_balanced(C_Q, C_K, ridge)
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
     extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
     return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
+
+
+def _solve_shift(
+    moments: Moments,
+    layer: int,
+    kind: QKKind,
+    ridge: float,
+    whole: dict[str, np.ndarray],
+    *,
+    allowed: bool,
+) -> dict[str, np.ndarray]:
+    """Return the shift of one layer, and the side of q and k for keys without their mean if it is worth it.
+
+    `whole` is the side for whole keys.
+    """
+    assert moments.k_rest is not None
+    assert moments.key_shift is not None
+    shifted = _solve_qk(moments, layer, kind, ridge, moments.k_rest[layer] / moments.num_tokens)
+    noise = [predict_noise(side["q_rms"], side["k_rms"]).sum() for side in (whole, shifted)]
+    worth = allowed and bool(noise[1] < WORTH_SHIFTING * noise[0])
+    own = {"key_shift": moments.key_shift[layer], "shifted": np.array(worth)}
+    return own | (shifted if worth else {})
+
+
+def predict_noise(
+    q_rms: Float64[np.ndarray, "*K H"], k_rms: Float64[np.ndarray, "*K H"]
+) -> Float64[np.ndarray, "*K"]:
+    """Predict the variance of scaled scores if the noise of keys equals their signal (ours).
+
+    Codes rotate the coordinates, which spreads the noise evenly. Codes of b bits have about 4⁻ᵇ of this
+    variance.
+    """
+    return (q_rms**2).sum(-1) * (k_rms**2).mean(-1) / q_rms.shape[-1]
 
 
 def _solve_vo(
@@ -245,8 +286,9 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))
-    if moments.k_before is not None:
-        _check_finite("moments of k_before", moments.k_before)
+    for name in ("k_before", "k_rest"):
+        if getattr(moments, name) is not None:
+            _check_finite(f"moments of {name}", getattr(moments, name))
     L, K, H = moments.k.shape[:3]
     if len(output_weights) != L:
         raise CalibrationError(f"{len(output_weights)} output weights, but moments of {L} layers")

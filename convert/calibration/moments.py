@@ -1,13 +1,12 @@
 """Statistics of Q, K, V and O over calibration text, from which a basis is made (ours)."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 
 from zdc_jax.basis import load_fields, save_fields
-from zdc_jax.errors import CalibrationError
 
 Quantity = Literal["q", "k", "v", "o"]
 QUANTITIES: tuple[Quantity, ...] = ("q", "k", "v", "o")
@@ -28,6 +27,9 @@ class Moments:
       fingerprint: fingerprint of the model.
       k_before: Σ xᵀx of keys before the rotary embedding, float64 [L, K, H, H]; None after K-means, and in
         folders of older releases.
+      key_shift: m of `zdc_jax.ops.shift`, estimated from the first windows, float64 [L, K, H]; None as for
+        `k_before`.
+      k_rest: Σ xᵀx of keys without the mean key of their block, float64 [L, K, H, H]; None as for `k_before`.
     """
 
     q: np.ndarray
@@ -43,6 +45,8 @@ class Moments:
     context_length: int
     fingerprint: str
     k_before: np.ndarray | None = None
+    key_shift: np.ndarray | None = None
+    k_rest: np.ndarray | None = None
 
     def count(self, name: Quantity) -> int:
         """Return the number of vectors summed over: tokens, times G for q and o."""
@@ -61,31 +65,6 @@ class Moments:
         mean = self.mean(name, layer)
         return self.second(name, layer) - mean[:, :, None] * mean[:, None, :]
 
-    def merge(self, other: Self) -> Self:
-        """Return the moments of both texts together.
-
-        Raises:
-          CalibrationError: the moments differ in model, shape or context length.
-        """
-        for name in ("fingerprint", "group_size", "context_length"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise CalibrationError(
-                    f"cannot merge moments of {name}={mine!r} and {theirs!r}: must be equal"
-                )
-        if self.q.shape != other.q.shape:
-            raise CalibrationError(
-                f"cannot merge moments of shapes {self.q.shape} and {other.q.shape}: must be equal"
-            )
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for quantity in QUANTITIES
-            for name in (quantity, f"{quantity}_sum")
-        }
-        mine, theirs = self.k_before, other.k_before
-        sums["k_before"] = None if mine is None or theirs is None else mine + theirs
-        return replace(self, **sums, num_tokens=self.num_tokens + other.num_tokens)
-
     def save(self, folder: str | Path) -> None:
         """Write `moments.safetensors` and `moments.json`; the folder appears complete or not at all.
 
@@ -101,6 +80,6 @@ class Moments:
         Raises:
           CheckpointError: the files are missing, corrupt, or of another format version.
         """
-        optional = {"k_before"}
+        optional = {"k_before", "key_shift", "k_rest"}
         names = {f.name for f in fields(cls)} - optional
         return cls(**load_fields(folder, "moments", names, optional=optional))

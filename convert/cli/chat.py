@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from convert.cli.errors import reword_for_flags
-from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlags, SamplingFlags, show_default
+from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, SamplingFlags, show_default
 from zdc_jax.conversation.chat import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load
@@ -34,7 +34,7 @@ class Chat:
     """
 
     path: ModelFolder
-    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     system: Annotated[str | None, show_default("none")] = None
     max_new_tokens: int = 512
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)

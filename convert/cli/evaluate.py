@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import DtypeFlag, ModelFolder, PlanFlags, show_default, show_repeated
+from convert.cli.flags import DtypeFlag, ModelFolder, PlanFlag, show_default, show_repeated
 from convert.cli.output import check_output
 from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ class Evaluate:
 
     path: ModelFolder
     texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT")]
-    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     tasks: tuple[str, ...] = TASKS
     contexts: Annotated[tuple[int, ...], show_default("the model's positions, at most 4096")] = ()
     protocol: Protocol = "cached"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -43,6 +43,7 @@ from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import choose_plan
 from zdc_jax.planning.spectrum import plan_from_spectrum
+from zdc_jax.presets import default_plan, preset_plan, resolve_plan
 
 MAX_DEGRADATION = 0.01
 """Default limit of a search on the relative increase of perplexity."""
@@ -69,11 +70,38 @@ MaxPositionsFlag = Annotated[int | None, show_default("positions in the model's 
 
 
 @dataclass(kw_only=True)
-class PlanFlags:
-    """A compression plan: from a file, with the same rank in every layer, or with ranks per layer.
+class PlanFlag:
+    """The compression plan of a model.
 
     Attributes:
-      plan: JSON file of a plan, as written by `zdc plan`.
+      plan: Preset, or JSON file of a plan as `zdc plan` writes it. 8bit and 4bit need no calibration, 3bit
+        does. small is the plan that `zdc compress` stored in the folder, and none keeps 16 bits.
+    """
+
+    plan: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="8bit|4bit|3bit|small|none|PLAN.json",
+            help_behavior_hint="(default: small if there is one)",
+        ),
+    ] = None
+
+    def build(self, path: Path) -> CompressionPlan | None:
+        """Return the plan for the converted folder at `path`; None keeps the cache in 16 bits.
+
+        Raises:
+          PlanError: there is no such plan, or it does not suit the model.
+          CalibrationError: the plan needs a calibrated basis and the folder has none.
+        """
+        return default_plan(path) if self.plan is None else resolve_plan(self.plan, path)
+
+
+@dataclass(kw_only=True)
+class PlanFlags:
+    """Description of a plan: a preset, the same rank in every layer, ranks per layer, or a method.
+
+    Attributes:
+      preset: Preset to write as a file: 8bit, 4bit or 3bit.
       qk: Coordinates of queries and keys (rank R) to keep in every layer.
       v: Coordinates of values and outputs (rank Z) to keep in every layer.
       budget: Share of the KV coordinates to keep for tokens outside the window, in (0, 1]. Ranks per layer
@@ -88,7 +116,7 @@ class PlanFlags:
       set: Settings of the method, such as bits=4.
     """
 
-    plan: Annotated[Path | None, show_default("none")] = None
+    preset: Annotated[Literal["8bit", "4bit", "3bit"] | None, show_default("none")] = None
     qk: Annotated[int | None, show_default("all")] = None
     v: Annotated[int | None, show_default("all")] = None
     budget: Annotated[float | None, show_default("none")] = None
@@ -110,12 +138,16 @@ class PlanFlags:
           PlanError: a flag has an impossible value, or flags exclude each other.
           CalibrationError: the plan needs a calibrated basis and the folder has none.
         """
+        if self.preset is not None:
+            if others := [flag for flag in list_changed(self) if flag != "--preset"]:
+                raise PlanError(
+                    f"{', '.join(others)}: a preset is a whole plan; drop {', '.join(others)} or --preset"
+                )
+            return preset_plan(self.preset, Checkpoint.open(path))
         if self.method is None:
             if self.set:
                 raise PlanError(f"--set {' '.join(self.set)}: applies to a method only; add --method NAME")
             return self._build_from_ranks(path)
-        if self.plan is not None:
-            raise PlanError(f"--method {self.method}: the file of --plan names its method; drop --method")
         settings = self._parse_settings(self.method)
         if any(each is not None for each in (self.qk, self.v, self.budget, self.max_score_error)):
             plan = self._build_from_ranks(path)
@@ -130,11 +162,14 @@ class PlanFlags:
         H = checkpoint.config.head_dim
         plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, window=self.window, sinks=self.sinks)
         plan = plan.for_model(checkpoint.fingerprint)
-        try:
-            return replace(plan, rotated=False, method=method, settings=settings)
-        except PlanError:
-            plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
-        return plan.for_model(checkpoint.fingerprint, stored_basis(checkpoint).coordinates_hash)
+        calibrated = (checkpoint.calibration_path / "basis").exists()
+        if method != "coded" or not calibrated:  # Calibration makes the codes of `coded` more accurate.
+            with contextlib.suppress(PlanError):
+                return replace(plan, rotated=False, method=method, settings=settings)
+        plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
+        basis = stored_basis(checkpoint)
+        plan = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+        return plan.with_shift(basis.shifted) if method == "coded" else plan
 
     def _parse_settings(self, method: str) -> MethodSettings:
         if method not in methods.names():
@@ -153,19 +188,12 @@ class PlanFlags:
     def _build_from_ranks(self, path: Path) -> CompressionPlan | None:
         is_uniform = self.qk is not None or self.v is not None
         sources = [
-            self.plan is not None,
             is_uniform,
             self.budget is not None,
             self.max_score_error is not None,
         ]
         if sum(sources) > 1:
-            raise PlanError("give only one of --plan, --qk/--v, --budget, --max-score-error")
-        if self.plan is not None:
-            if self.window or self.sinks:
-                raise PlanError(
-                    f"--plan {self.plan}: the file sets window and sinks; drop --window and --sinks"
-                )
-            return CompressionPlan.load(self.plan)
+            raise PlanError("give only one of --qk/--v, --budget, --max-score-error")
         checkpoint = Checkpoint.open(path)
         if self.max_score_error is not None:
             return plan_from_error(

@@ -26,6 +26,7 @@ from convert.cli.flags import (
     DtypeFlag,
     MaxPositionsFlag,
     ModelFolder,
+    PlanFlag,
     PlanFlags,
     SamplingFlags,
     SearchFlags,
@@ -152,8 +153,8 @@ class Plan:
             plan = self.search.search(self.path, self.output, console, self.flags.method)
         if plan is None:
             raise PlanError(
-                "no plan described; give --budget, --max-score-error, --qk/--v, --window or --method, or "
-                "--texts to search"
+                "no plan described; give --preset, --budget, --max-score-error, --qk/--v, --window or "
+                "--method, or --texts to search"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
         if plan.basis:
@@ -212,7 +213,7 @@ class Generate:
 
     path: ModelFolder
     prompts: Annotated[Positional[tuple[str, ...]], show_repeated("PROMPT")]
-    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     max_new_tokens: int = 64
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
     stop: Annotated[tuple[str, ...], show_default("none")] = ()

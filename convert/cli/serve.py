@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlags, show_default
+from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, show_default
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.loading import TextSide, load
@@ -50,7 +50,7 @@ class Serve:
     """
 
     path: ModelFolder
-    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     host: str = "127.0.0.1"
     port: int = 8000
     name: Annotated[str | None, show_default("name of the folder")] = None

@@ -13,6 +13,7 @@ from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.gaussian_codes import Gaussian, gaussian_levels
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.new_keys import NewKeys
 
 B, K, G, H, S = 2, 2, 2, 32, 44
 CODES = {"index_code": Gaussian(4), "key_code": Gaussian(3), "value_code": Gaussian(2)}
@@ -33,7 +34,7 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
 
 @partial(jax.jit, static_argnames="spec")
 def attend(spec: CodedChoosing, state, q, k, v, positions, end, aux):
-    return spec.attend(state, q, k, v, positions, end, aux, CALL)
+    return spec.attend(state, q, NewKeys(k), v, positions, end, aux, CALL)
 
 
 def run(spec: CodedChoosing, q, k, v, pieces, handed_on=None):

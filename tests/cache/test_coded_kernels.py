@@ -18,7 +18,7 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
-from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.new_keys import NewKeys, Turn
 
 B, K, G, H, S, PAGE = 3, 2, 4, 64, 512, 128
 PROMPT, STEPS = (300, 290, 40), 6
@@ -111,15 +111,15 @@ def plain(monkeypatch):
 @partial(jax.jit, static_argnames=("spec", "implementation"))
 def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None):
     call = Call(scale=0.2, implementation=implementation, table=table)
-    return spec.attend(state, q, k, v, positions, end, aux, call)
+    keys = k if isinstance(k, NewKeys) else NewKeys(k)
+    return spec.attend(state, q, keys, v, positions, end, aux, call)
 
 
 def turned_later(k, positions):
     """Return keys before rotary embedding and basis rotation."""
     rng, frequencies = np.random.default_rng(9), 1e4 ** -(np.arange(H // 2) / (H // 2))
     basis = [np.linalg.qr(rng.normal(size=(K, H, H)))[0] for _ in range(2)]
-    shift = rng.normal(size=(K, H))
-    return UnrotatedKeys(k, positions, frequencies, *(jnp.asarray(x, k.dtype) for x in (*basis, shift)))
+    return NewKeys(k, Turn(positions, frequencies, *(jnp.asarray(x, k.dtype) for x in basis)))
 
 
 def run(spec, implementation, seed=0, table=None, unturned=False):

@@ -10,6 +10,7 @@ from zdc_jax.cache.codes import Int8
 from zdc_jax.cache.integer_codes import ChannelIntegers
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.new_keys import NewKeys
 
 B, K, G, H, S, SINKS, WINDOW = 2, 2, 2, 16, 30, 3, 7
 SHAPE = {"num_kv_heads": K, "head_dim": H, "dtype": "float32", "R": 0, "Z": 0}
@@ -43,9 +44,11 @@ def test_attends_to_rounded_tokens(pieces):
     q, k, v = (tokens(heads, seed) for seed, heads in enumerate((K * G, K, K)))
     state, found, start = RING.create(B, S), [], 0
     for count in pieces:
-        x = (jnp.asarray(each[:, start : start + count]) for each in (q, k, v))
+        new_q, new_k, new_v = (jnp.asarray(each[:, start : start + count]) for each in (q, k, v))
         positions = jnp.broadcast_to(jnp.arange(start, start + count), (B, count))
-        done = RING.attend(state, *x, positions, jnp.full(B, start + count), "aux", Call(SCALE))
+        done = RING.attend(
+            state, new_q, NewKeys(new_k), new_v, positions, jnp.full(B, start + count), "aux", Call(SCALE)
+        )
         state, start = done.state, start + count
         found.append(np.asarray(done.o))
         assert done.aux == "aux"

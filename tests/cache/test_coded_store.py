@@ -12,6 +12,7 @@ from zdc_jax.cache.codes import Int8
 from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.new_keys import NewKeys
 
 K, G, H, SINKS, SCALE = 2, 3, 16, 2, 0.3
 
@@ -64,9 +65,9 @@ def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
     T = capacity - 1
     q, k, v = (rng.normal(size=(T, heads, H)).astype(np.float32) for heads in (K * G, K, K))
     positions, end = jnp.arange(T)[None], jnp.array([T])
-    new = (jnp.asarray(x)[None] for x in (q, k, v))
+    new_q, new_k, new_v = (jnp.asarray(x)[None] for x in (q, k, v))
     attend = jax.jit(partial(spec.attend, aux=None, call=Call(SCALE, "xla")))
-    done = attend(spec.create(1, capacity), *new, positions, end)
+    done = attend(spec.create(1, capacity), new_q, NewKeys(new_k), new_v, positions, end)
     np.testing.assert_allclose(done.o[0], brute_force(spec, q, k, v), atol=3e-6)
 
 

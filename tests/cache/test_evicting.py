@@ -15,6 +15,7 @@ from zdc_jax.cache.evicting import Evicting, highest
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import self_attention
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 from zdc_jax.plan import CompressionPlan
 
@@ -93,14 +94,14 @@ class Case:
 
 @partial(jax.jit, static_argnames="spec")
 def _attend(spec, state, q, k, v, positions, end):
-    done = spec.attend(state, q, k, v, positions, end, None, CALL)
+    done = spec.attend(state, q, NewKeys(k), v, positions, end, None, CALL)
     return done.o, done.state
 
 
 @partial(jax.jit, static_argnames="spec")
 def _keep(spec, q, k, v, positions, end):
     _, lse = self_attention(q, k, v, scale=CALL.scale)
-    return spec.keep_prompt(q, k, v, lse, positions, end, CAPACITY, CALL)
+    return spec.keep_prompt(q, NewKeys(k), v, lse, positions, end, CAPACITY, CALL)
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:

@@ -23,6 +23,7 @@ from zdc_jax.evaluation.answers import answer_questions, read_contexts
 from zdc_jax.evaluation.questions import Question
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.methods.coded import Settings
+from zdc_jax.ops.new_keys import NewKeys
 
 B, K, G, H, S = 3, 2, 2, 32, 44
 GIVEN = {"num_kv_heads": K, "head_dim": H, "dtype": "float32", "R": 24, "Z": 16, "sinks": 2, "window": 7}
@@ -37,7 +38,7 @@ RAGGED = [[24, 3, 17], [1, 0, 1], [0, 20, 24], [1, 1, 1], [0, 1, 0]]
 
 @partial(jax.jit, static_argnames="spec", donate_argnums=1)
 def attend(spec, state, q, k, v, positions, end, aux):
-    return spec.attend(state, q, k, v, positions, end, aux, Call(0.3))
+    return spec.attend(state, q, NewKeys(k), v, positions, end, aux, Call(0.3))
 
 
 def run(spec, schedule, aux=None):

@@ -88,8 +88,8 @@ def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     stop = drawn.split()[2]
     assert main(["chat", model, *flags, *FEW, "--stop", stop]) == 0
     assert capsys.readouterr().out == drawn[: drawn.index(stop)] + "\n"
-    assert main(["chat", model, "--qk", "4", *FEW]) == 2
-    assert "--qk 4" in capsys.readouterr().err
+    assert main(["chat", model, "--plan", "5bit", *FEW]) == 2
+    assert "--plan 5bit" in capsys.readouterr().err
 
 
 @pytest.mark.full

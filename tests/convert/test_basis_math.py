@@ -170,12 +170,20 @@ def test_keys_are_the_principal_components_of_keys(seed, H):
         assert error == pytest.approx(np.linalg.norm(sigma[r:]), abs=1e-6 * sigma[0])
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_the_basis_of_keys_is_theirs_alone(center):
+def with_rest(moments, x):
+    """Return the moments with those of keys without their mean, as of a model without rotary embedding."""
+    mean = x["k"].mean((2, 3))
+    rest = x["k"] - mean[:, :, None, None]
+    return replace(moments, key_shift=mean, k_rest=np.einsum("LKGTH,LKGTI->LKHI", rest, rest))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_basis_of_keys_is_theirs_alone(shifted):
     moments, x, weights = sample_moments()
-    basis = make_basis(moments, weights, qk="keys", center=center)
+    basis = make_basis(with_rest(moments, x), weights, qk="keys", shiftable=[shifted] * 2)
+    assert basis.shifted == [shifted] * 2
     K = x["k"][1, 0, 0]
-    if center:
+    if shifted:
         K = K - K.mean(0)
     V = np.linalg.svd(K)[2].T
     np.testing.assert_allclose(np.abs(V.T @ basis.k_map[1, 0]), np.eye(8), atol=1e-6)
@@ -264,12 +272,12 @@ def test_stacked_weighs_all_query_heads_and_all_output_columns():
         np.testing.assert_allclose(np.abs(V.T @ found), np.eye(8), atol=1e-6)
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_spectrum_is_the_singular_spectrum_of_scaled_scores(center):
+@pytest.mark.parametrize("shifted", [False, True])
+def test_spectrum_is_the_singular_spectrum_of_scaled_scores(shifted):
     moments, x, weights = sample_moments()
-    basis = make_basis(moments, weights, center=center)
+    basis = make_basis(with_rest(moments, x), weights, shiftable=[shifted] * 2)
     K = x["k"][0, 1, 0]
-    if center:
+    if shifted:
         K = K - K.mean(0)
     Q = np.concatenate(x["q"][0, 1])
     scores = Q @ K.T / np.sqrt(8)
@@ -295,15 +303,13 @@ def test_centred_values_leave_the_output_unchanged_at_full_rank():
     basis = make_basis(moments, weights, center=True)
     V = x["v"][0, 0, 0]
     np.testing.assert_allclose(basis.value_mean[0, 0], V.mean(0))
-    np.testing.assert_allclose(basis.key_mean[0, 0], x["k"][0, 0, 0].mean(0))
     back = (V - basis.value_mean[0, 0]) @ basis.v_map[0, 0] @ basis.o_map[0, 0]
     np.testing.assert_allclose(back + basis.value_mean[0, 0], V, atol=1e-8)
 
 
-def test_pairs_never_centre_keys_and_output_centres_on_the_outputs():
+def test_output_centres_on_the_outputs():
     moments, x, weights = sample_moments()
-    basis = make_basis(moments, weights, qk="pairs", vo="output", center=True)
-    assert basis.key_mean is None
+    basis = make_basis(moments, weights, vo="output", center=True)
     np.testing.assert_allclose(basis.value_mean[0, 0], x["o"][0, 0].mean((0, 1)))
 
 
@@ -317,7 +323,7 @@ def test_root_mean_squares_are_those_of_the_samples_in_the_basis(qk, vo, center)
     basis = make_basis(moments, weights, qk=qk, vo=vo, center=center)
     for name, A, mean in (
         ("q", basis.q_map, None),
-        ("k", basis.k_map, basis.key_mean),
+        ("k", basis.k_map, None),
         ("v", basis.v_map, basis.value_mean),
     ):
         rows = x[name] if mean is None else x[name] - mean[:, :, None, None]
@@ -369,34 +375,6 @@ def test_inputs_that_cannot_give_a_basis_are_named():
     weights[1][3, 0, 0] = np.inf
     with pytest.raises(CalibrationError, match="layer 1, KV head 1: W_O must be finite"):
         make_basis(moments, weights)
-
-
-def test_moments_of_two_streams_merge_to_those_of_both():
-    whole, x, _ = sample_moments()
-    first, second = (
-        replace(
-            whole,
-            num_tokens=25,
-            **{name: np.einsum("LKGTH,LKGTI->LKHI", a, a) for name, a in part.items()},
-            **{f"{name}_sum": a.sum((2, 3)) for name, a in part.items()},
-        )
-        for part in (
-            {name: a[..., :25, :] for name, a in x.items()},
-            {name: a[..., 25:, :] for name, a in x.items()},
-        )
-    )
-    merged = first.merge(second)
-    assert merged.num_tokens == 50
-    rows = np.concatenate(x["o"][1, 0])
-    np.testing.assert_allclose(merged.second("o", 1)[0], rows.T @ rows / len(rows))
-    np.testing.assert_allclose(merged.mean("k", 1)[0], x["k"][1, 0, 0].mean(0))
-    np.testing.assert_allclose(
-        merged.covariance("q", 0)[1], np.cov(np.concatenate(x["q"][0, 1]).T, bias=True)
-    )
-    with pytest.raises(CalibrationError, match="fingerprint='abc' and 'other'"):
-        first.merge(replace(second, fingerprint="other"))
-    with pytest.raises(CalibrationError, match="shapes"):
-        first.merge(replace(second, q=second.q[:1]))
 
 
 def test_moments_round_trip(tmp_path):

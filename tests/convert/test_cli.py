@@ -17,7 +17,7 @@ from hf_variants import write_variant
 from rich.console import Console
 
 from convert.cli import entry
-from convert.cli.main import COMMANDS, _report_basis, main
+from convert.cli.main import COMMANDS, _report_basis, _report_savings, main
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
@@ -37,6 +37,14 @@ def folder(tmp_path_factory) -> Path:
     options = ["--tokens", "512", "--context", "64", "--qk", "balanced", "--vo", "balanced"]
     assert main(["calibrate", str(folder / "model"), str(folder / "text"), *options]) == 0
     return folder
+
+
+@pytest.fixture
+def plan(folder, tmp_path) -> str:
+    """Return the path of a plan of low rank."""
+    path = str(tmp_path / "narrow.json")
+    assert main(["plan", str(folder / "model"), path, "--qk", "16"]) == 0
+    return path
 
 
 def test_plan_and_perplexity(folder, tmp_path, capsys):
@@ -77,12 +85,10 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     some = CompressionPlan.load(plan)
     assert (some.fingerprint, some.basis) == (Checkpoint.open(model).fingerprint, "")
     some.for_model(some.fingerprint, "old").save(tmp_path / "old.json")
-    assert main(["plan", model, str(tmp_path / "new.json"), "--plan", str(tmp_path / "old.json")]) == 2
+    assert main(["generate", model, "w3", "--plan", str(tmp_path / "old.json")]) == 2
     assert "for basis 'old'" in capsys.readouterr().err
-    assert not (tmp_path / "new.json").exists()
     cut = replace(some, layers=(LayerRanks(0, 0),) * (len(some.layers) - 1) + some.layers[-1:], window=16)
-    cut.save(tmp_path / "cut.json")
-    assert main(["plan", model, str(plan), "--plan", str(tmp_path / "cut.json")]) == 0
+    _report_savings(cut, Checkpoint.open(model))
     saved, lost = capsys.readouterr().err.splitlines()
     L = len(some.layers)
     share = ((L - 1) * 16 * 160 + 128 * 48 + 16 * 112) / (L * 128 * 160)
@@ -175,9 +181,9 @@ def test_version(capsys):
     assert re.fullmatch(r"zdc \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_generate(folder, capsys, monkeypatch):
+def test_generate(folder, plan, capsys, monkeypatch):
     model = str(folder / "model")
-    assert main(["generate", model, "w3 w4 w5", "w6", "--qk", "16", "--max-new-tokens", "4"]) == 0
+    assert main(["generate", model, "w3 w4 w5", "w6", "--plan", plan, "--max-new-tokens", "4"]) == 0
     assert "for 2 x 128 tokens" in capsys.readouterr().out
     assert main(["generate", model, "w3 w4", "--max-new-tokens", "6"]) == 0
     first, rest = capsys.readouterr().out.split("\n", 1)
@@ -216,9 +222,9 @@ def test_calibrating_while_converting(folder, tmp_path, capsys):
     assert (output / "calibration" / "basis").is_dir()
 
 
-def test_warnings_are_one_line_and_hooks_are_put_back(folder, capsys):
+def test_warnings_are_one_line_and_hooks_are_put_back(folder, plan, capsys):
     before = warnings.showwarning
-    arguments = ["generate", str(folder / "model"), "w3", "--qk", "16", "--max-new-tokens", "100"]
+    arguments = ["generate", str(folder / "model"), "w3", "--plan", plan, "--max-new-tokens", "100"]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         hook = warnings.showwarning
@@ -272,8 +278,8 @@ def test_inspect_checks_hashes(folder, capsys):
         (["convert", "{}/nowhere", "{}/out"], "is not a folder"),
         (["convert", "{}/hf", "{}/model"], "--overwrite"),
         (["generate", "{}/hf", "w3"], "zdc convert"),
-        (["generate", "{}/model", "w3", "--qk", "17"], "--qk 17"),
-        (["generate", "{}/model", "w3", "--budget", "0.5", "--qk", "16"], "only one of --plan"),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "17"], "--qk 17"),
+        (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--qk", "16"], "only one of --qk/--v"),
         (["generate", "{}/model", "w3", "w4", "--stream"], "only one prompt"),
         (["generate", "{}/model", ""], "empty"),
         (["plan", "{}/model", "{}/plan.json"], "no plan described"),
@@ -293,8 +299,12 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "--window 0"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
-        (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
-        (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
+        (["plan", "{}/model", "{}/plan.json", "--preset", "4bit", "--method", "fp8"], "drop --method"),
+        (
+            ["generate", "{}/model", "w3", "--plan", "5bit"],
+            "--plan 5bit: no such file; give the file",
+        ),
+        (["generate", "{}/model", "w3", "--plan", "small"], "run `zdc compress`"),
         (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
         (["calibrate", "{}/model", "{}/text"], "--overwrite"),
         (["calibrate", "{}/model"], "TEXT is missing"),
@@ -355,28 +365,30 @@ def test_a_method_alone_stores_8_bits_of_all_calibrated_coordinates(folder, tmp_
     assert (plan.rotated, plan.settings.read, plan.settings.bits_k, plan.settings.bits_v) == (True, 0, 8, 8)
 
 
-@pytest.mark.parametrize("flags", [["--method", "coded"], ["--qk", "16"], ["--budget", "0.5"]])
+@pytest.mark.parametrize(
+    "flags", [["--method", "coded", "--set", "index=8"], ["--preset", "3bit"], ["--budget", "0.5"]]
+)
 def test_errors_say_how_to_calibrate(folder, tmp_path, capsys, flags):
     assert main(["convert", str(folder / "hf"), str(tmp_path / "model")]) == 0
     capsys.readouterr()
-    assert main(["generate", str(tmp_path / "model"), "w3", *flags]) == 2
+    assert main(["plan", str(tmp_path / "model"), str(tmp_path / "plan.json"), *flags]) == 2
     assert f"zdc calibrate {tmp_path / 'model'} TEXT" in capsys.readouterr().err
 
 
 SAMPLING_FLAGS = "temperature top-k top-p seed"
-PLAN_FLAGS = "plan qk v budget max-score-error window sinks method set"
+PLAN_FLAGS = "preset qk v budget max-score-error window sinks method set"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective constrained "
     "on-kernels trials minutes text-windows context seed batch dtype",
-    "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
+    "generate": f"plan {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
-    "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "serve": f"{PLAN_FLAGS} host port name max-sequences max-model-len cache-tokens chunk decode-steps "
+    "chat": f"plan {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
+    "serve": "plan host port name max-sequences max-model-len cache-tokens chunk decode-steps "
     "max-waiting replicas drain-seconds mesh dtype max-positions",
-    "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-documents batch seed dtype output",
+    "evaluate": "plan tasks contexts protocol max-documents batch seed dtype output",
     "inspect": "check",
     "demo": "source output",
 }

@@ -20,7 +20,6 @@ def random_inputs(
     G: int,
     H: int,
     C: int,
-    shift: bool,
     dtype: Any,
     rotation_dtype: Any = None,
     seed: int = 0,
@@ -32,7 +31,7 @@ def random_inputs(
         return rng.standard_normal(shape)
 
     angles = rng.integers(0, 100_000, (B, T, 1)) * 10_000.0 ** -(np.arange(H // 2) / (H // 2))
-    arguments = [
+    return [
         jnp.asarray(normal(B, T, K * G, H), dtype),
         jnp.asarray(normal(B, T, K, H), dtype),
         jnp.asarray(np.cos(angles), jnp.float32),
@@ -40,7 +39,6 @@ def random_inputs(
         jnp.asarray(normal(K, H, C) / H**0.5, rotation_dtype or dtype),
         jnp.asarray(normal(K, H, C) / H**0.5, rotation_dtype or dtype),
     ]
-    return [*arguments, jnp.asarray(normal(K, C), jnp.float32)] if shift else arguments
 
 
 def lower(arguments: list[Any], **options: Any) -> str:
@@ -65,7 +63,7 @@ SHAPES = [(32, 16), (64, 16), (64, 64), (96, 48), (128, 64), (128, 80), (128, 12
 @pytest.mark.matrix
 def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> None:
     dtype = jnp.float16 if T == 64 else jnp.bfloat16
-    options = {"shift": T != 1000, "dtype": dtype, "rotation_dtype": jnp.float16 if T > 1 else dtype}
+    options = {"dtype": dtype, "rotation_dtype": jnp.float16 if T > 1 else dtype}
     shapes = jax.eval_shape(lambda: random_inputs(T=T, G=G, H=H, C=H if keep_tail else R, **options))
     assert "mosaic_gpu" in lower(shapes, qk_rank=R, keep_tail=keep_tail)
 
@@ -73,18 +71,15 @@ def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> Non
 @pytest.mark.parametrize("K", [1, 8, 32])
 @pytest.mark.matrix
 def test_lowers_when_a_cta_shares_angles_among_heads(K: int) -> None:
-    shapes = jax.eval_shape(
-        lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, shift=False, dtype=jnp.bfloat16)
-    )
+    shapes = jax.eval_shape(lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, dtype=jnp.bfloat16))
     assert "mosaic_gpu" in lower(shapes, qk_rank=64, keep_tail=True)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-def test_reference_is_the_formula(shift: bool) -> None:
-    q, k, cos, sin, a_q, a_k, *rest = (
-        np.asarray(x, np.float64) for x in random_inputs(T=5, G=3, H=8, C=6, shift=shift, dtype=jnp.float32)
+def test_reference_is_the_formula() -> None:
+    q, k, cos, sin, a_q, a_k = (
+        np.asarray(x, np.float64) for x in random_inputs(T=5, G=3, H=8, C=6, dtype=jnp.float32)
     )
-    got = in_float64([q, k, cos, sin, a_q, a_k, *rest], 4)
+    got = in_float64([q, k, cos, sin, a_q, a_k], 4)
     rotary = cos + 1j * sin
 
     def turned(x: np.ndarray) -> np.ndarray:
@@ -94,7 +89,7 @@ def test_reference_is_the_formula(shift: bool) -> None:
     for n in range(6):
         np.testing.assert_allclose(got[0][:, :, n], turned(q[:, :, n]) @ a_q[n // 3], atol=1e-12)
     for j in range(2):
-        want = turned(k[:, :, j]) @ a_k[j] + (rest[0][j] if shift else 0)
+        want = turned(k[:, :, j]) @ a_k[j]
         np.testing.assert_allclose(np.concatenate([got[1][:, j], got[2][:, j]], -1), want, atol=1e-12)
     assert got[1].shape[-1] == 4
 
@@ -111,8 +106,6 @@ BAD = {
     "angles_sin.dtype is bfloat16": lambda a: a | {"angles_sin": a["angles_sin"].astype(jnp.bfloat16)},
     "q_rotation.shape is ": lambda a: a | {"q_rotation": a["q_rotation"][..., :32]},
     "k_rotation.dtype is float32": lambda a: a | {"k_rotation": a["k_rotation"].astype(jnp.float32)},
-    "k_shift.shape is ": lambda a: a | {"k_shift": a["k_shift"][0]},
-    "k_shift.dtype is int32": lambda a: a | {"k_shift": a["k_shift"].astype(jnp.int32)},
     "qk_rank is 24": lambda a: a | {"qk_rank": 24},
     "qk_rank is 80": lambda a: a | {"qk_rank": 80},
     "config is ": lambda a: a | {"config": PostRopeConfig(warpgroups=32)},
@@ -122,8 +115,8 @@ BAD = {
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("message", BAD)
 def test_refuses(message: str) -> None:
-    names = ("q", "k", "angles_cos", "angles_sin", "q_rotation", "k_rotation", "k_shift")
-    inputs = random_inputs(T=8, G=2, H=64, C=64, shift=True, dtype=jnp.bfloat16)
+    names = ("q", "k", "angles_cos", "angles_sin", "q_rotation", "k_rotation")
+    inputs = random_inputs(T=8, G=2, H=64, C=64, dtype=jnp.bfloat16)
     good = dict(zip(names, inputs, strict=True)) | {"qk_rank": 32, "keep_tail": True}
     with pytest.raises(ValueError, match=message):
         post_rope(**BAD[message](good))
@@ -147,7 +140,7 @@ def test_equals_reference(
 ) -> None:
     # The error is at most twice XLA's in the same dtype, and all outputs are written.
     C = H if keep_tail else R
-    inputs = random_inputs(T=T, G=G, H=H, C=C, shift=True, dtype=dtype, rotation_dtype=rotation_dtype)
+    inputs = random_inputs(T=T, G=G, H=H, C=C, dtype=dtype, rotation_dtype=rotation_dtype)
     fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
     got = jax.jit(functools.partial(post_rope, qk_rank=R, keep_tail=keep_tail))(*inputs)
     xla = jax.jit(functools.partial(post_rope_reference, qk_rank=R))(*inputs)

@@ -91,7 +91,7 @@ def post_rope_call(rng: np.random.Generator) -> Call:
     C = H if keep_tail else R
     angles = shape(B, T, H // 2, dtype=jnp.float32)
     arrays = {"q": shape(B, T, K * G, H), "k": shape(B, T, K, H), "angles_cos": angles, "angles_sin": angles}
-    arrays |= {"q_rotation": shape(K, H, C), "k_rotation": shape(K, H, C), "k_shift": shape(K, C)}
+    arrays |= {"q_rotation": shape(K, H, C), "k_rotation": shape(K, H, C)}
     return arrays, {"qk_rank": R, "keep_tail": keep_tail, "config": PostRopeConfig()}
 
 

@@ -30,9 +30,7 @@ H = 128
 class Case:
     """New tokens at ragged places, and stores and rings with arbitrary earlier contents."""
 
-    def __init__(
-        self, kinds, B=3, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0, H=H, Hv=H
-    ):
+    def __init__(self, kinds, B=3, G=2, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0, H=H, Hv=H):
         rng = np.random.default_rng(seed)
 
         def normal(*shape):
@@ -46,7 +44,7 @@ class Case:
         angles = rng.integers(0, 9999, (B, 1)) * 1e4 ** -(np.arange(H // 2) / (H // 2))
         basis = [jnp.asarray(normal(K, H, H) / H**0.5, rotation) for _ in range(2)]
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-        self.turning = Turning(cos, sin, *basis, jnp.asarray(normal(K, H), dtype) if shift else None)
+        self.turning = Turning(cos, sin, *basis)
         self.keys, self.values, self.ring_bits = kinds
 
         def byte(*shape):
@@ -96,8 +94,6 @@ class Case:
             return np.einsum("BKGH,KHC->BKGC", y.reshape(len(y), K, -1, len(a[0])), a).reshape(x.shape)
 
         k = turned(self.k, basis[1])
-        if turning.shift is not None:
-            k += np.asarray(turning.shift, np.float64)
         return turned(self.q, basis[0]), k
 
     def check(self, page=0, **options):
@@ -162,7 +158,7 @@ def test_in_rows_and_in_pages(kinds, page):
 
 @pytest.mark.full
 def test_more_rows_than_a_program_has():
-    Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
+    Case(KINDS["chosen"], B=ROWS + 5, G=1, rotation=jnp.bfloat16).check(interpret=True)
 
 
 @pytest.mark.matrix
@@ -182,7 +178,7 @@ def test_other_head_dims(H, Hv, kinds):
 
 def test_one_row():
     # With one row, q, k and v of several heads are three arrays.
-    Case(KINDS["chosen"], B=1, G=2, shift=True).check(interpret=True)
+    Case(KINDS["chosen"], B=1, G=2).check(interpret=True)
 
 
 @pytest.mark.gpu
@@ -191,7 +187,7 @@ def test_one_row():
 @pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 4), (40, 2), (8, 16)])
 def test_on_the_device(kinds, page, B, G):
     dtype, rotation = (jnp.float16 if G == 1 else jnp.bfloat16), (jnp.bfloat16 if G == 4 else jnp.float16)
-    Case(kinds, B=B, G=G, shift=B > 8, dtype=dtype, rotation=rotation).check(page)
+    Case(kinds, B=B, G=G, dtype=dtype, rotation=rotation).check(page)
 
 
 BAD = {
@@ -207,7 +203,6 @@ BAD = {
     ),
     "k_stored.planes=[]: must be at least one": lambda a: a | {"k_stored": a["k_stored"]._replace(planes=[])},
     "ends has dtype float32: must be an integer dtype": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
-    "turning.shift has shape": lambda a: a | {"turning": a["turning"]._replace(shift=jnp.zeros((1, H)))},
     "k_stored.planes take 160 coordinates: must be at most 128": lambda a: (
         a | {"k_stored": a["k_stored"]._replace(planes=[a["k_stored"].planes[0], *a["k_stored"].planes])}
     ),

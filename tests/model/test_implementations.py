@@ -18,6 +18,7 @@ from zdc_jax.cache.spec import Call
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 PLANS = {
@@ -136,7 +137,7 @@ def random_calls(rng):
     spec = PrefixRing(num_kv_heads=K, head_dim=H, dtype=jnp.dtype(dtype).name, R=R, Z=Z, **near)
 
     def cached(q, k, v, state, positions, end, scale, implementation):
-        return spec.attend(state, q, k, v, positions, end, None, Call(scale, implementation)).o
+        return spec.attend(state, q, NewKeys(k), v, positions, end, None, Call(scale, implementation)).o
 
     by_class = partial(ops.segment_attention, **near)
     return {

@@ -21,6 +21,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Call
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import MeshConfig
@@ -98,7 +99,7 @@ def test_codes_on_kernels_are_those_of_one_device():
     )
     got, far = jax.jit(on_mesh)(q, k, v)
     given = jnp.arange(T)[None], end, None, Call(0.1, "pallas")
-    alone = jax.jit(lambda q, k, v: spec.attend(spec.create(1, T), q, k, v, *given))(q, k, v)
+    alone = jax.jit(lambda q, k, v: spec.attend(spec.create(1, T), q, NewKeys(k), v, *given))(q, k, v)
     for ours, theirs in zip(jax.tree.leaves(far), jax.tree.leaves(alone.state.far), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     off, whole = (np.asarray(x, np.float64) for x in (got - alone.o, alone.o))

@@ -13,7 +13,7 @@ read (`zdc_jax.cache.coded_choosing`), each query of a chunk reads only its own 
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.selection import among_largest
 from zdc_jax.ops.stored import takes_kernels
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
@@ -72,7 +73,7 @@ class Choosing(NearFar):
 
     @abstractmethod
     def page_scores(
-        self, far: FarTokens, q: Float[Array, "B T K G R"], scale: float
+        self, far: FarTokens, q: Float[Array, "B T K G R"], call: Call
     ) -> Float[Array, "B T K G pages"]:
         """Estimate the scaled score of each page from the index, in float32."""
 
@@ -103,20 +104,20 @@ class Choosing(NearFar):
 
         return FarTokens(empty(self.R), empty(self.Z))
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
         start, kept = positions[:, 0], positions < end[:, None]
 
         def put(buffer: Array, x: Array) -> Array:
             return put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
 
-        return state.far._replace(k=put(state.far.k, k), v=put(state.far.v, v))
+        return state.far._replace(k=put(state.far.k, k.keys), v=put(state.far.v, v))
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         if q.shape[1] == 1:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
 
-        def are_chosen(q: Array, positions: Array) -> Array:
-            return self.are_chosen(far, q, positions, call.scale)
+        def are_chosen(q: Array, positions: Array, call: Call) -> Array:
+            return self.are_chosen(far, q, positions, call)
 
         return self._attend_masked(far, call, are_chosen, q, positions)
 
@@ -126,10 +127,10 @@ class Choosing(NearFar):
         """Compute `attend_far` for pages that are already chosen."""
         if q.shape[1] == 1:
             takes_kernels("decode of chosen tokens", call.implementation, lambda: GATHERED)
-            return self._attend_gathered(far, q, positions, pages, call.scale)
+            return self._attend_gathered(far, q, positions, pages, call)
         count = -(-self.capacity(far) // self.page)
 
-        def are_chosen(q: Array, positions: Array, pages: Array) -> Array:
+        def are_chosen(q: Array, positions: Array, call: Call, pages: Array) -> Array:
             mask = jnp.zeros((*pages.shape[:3], count), bool)
             return jnp.put_along_axis(mask, pages, True, axis=-1, inplace=False)
 
@@ -139,21 +140,21 @@ class Choosing(NearFar):
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> Int[Array, "B T K n"]:
         """Return the pages that each query reads, in any order; pages without far tokens come last."""
-        shared = self.probabilities(far, q, positions, call.scale)
+        shared = self.probabilities(far, q, positions, call)
         return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
 
     def are_chosen(
-        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> Bool[Array, "B T K pages"]:
         """Return whether each query reads each page: the result of `chosen` as a mask."""
-        return among_largest(self.probabilities(far, q, positions, scale), self.read // self.page)
+        return among_largest(self.probabilities(far, q, positions, call), self.read // self.page)
 
     def probabilities(
-        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> Float[Array, "B T K pages"]:
         """Return the log-probability of each page, summed over the query heads of a KV head."""
         q = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
-        scores = self.page_scores(far, q, scale)
+        scores = self.page_scores(far, q, call)
         first, t = jnp.arange(scores.shape[-1]) * self.page, positions[:, :, None, None, None]
         has_far = (first + self.page > self.sinks) & (first <= t - self.window)
         scores = jnp.where(has_far, scores, jnp.finfo(jnp.float32).min)
@@ -178,7 +179,7 @@ class Choosing(NearFar):
         return self.near.bytes(tokens) + self.index_bytes(tokens) + chosen
 
     def _attend_gathered(
-        self, far: FarTokens, q: Array, positions: Array, pages: Array, scale: float
+        self, far: FarTokens, q: Array, positions: Array, pages: Array, call: Call
     ) -> tuple[Array, Array]:
         """Compute attention of single queries to pages [B, 1, K, n], and read only these pages."""
         slots = pages[:, 0, :, :, None] * self.page + jnp.arange(self.page)
@@ -186,7 +187,8 @@ class Choosing(NearFar):
         # Slots past the last one are invisible, but the values read for them must be finite.
         k, v = self.rows(far, jnp.minimum(slots, self.capacity(far) - 1))
         visible = self._is_far(slots, positions[:, :, None])
-        return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
+        shift: dict[str, Any] = {"slots": slots, "block_scores": call.block_scores}
+        return chosen_attention(q, k, v, visible[:, :, None], scale=call.scale, **shift)
 
     def _attend_masked(
         self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *per_query: Array
@@ -196,7 +198,8 @@ class Choosing(NearFar):
         Args:
           far: store of far tokens.
           call: options of the call.
-          are_chosen: function of `q` and blocks of `per_query` that returns a mask of pages.
+          are_chosen: function of `q`, positions, the call, and blocks of the other `per_query` that returns a
+            mask of pages.
           q: queries.
           per_query: further arrays with one entry per query; positions come first.
         """
@@ -206,15 +209,30 @@ class Choosing(NearFar):
         S = k.shape[2]
 
         def one_block(q: Array, positions: Array, *others: Array) -> tuple[Array, Array]:
-            visible = jnp.repeat(are_chosen(q, positions, *others), self.page, axis=-1)[..., :S]
+            block_call, others = take_scores(call, others)
+            visible = jnp.repeat(are_chosen(q, positions, block_call, *others), self.page, axis=-1)[..., :S]
             visible &= self._is_far(jnp.arange(S), positions[:, :, None, None])
-            return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=call.scale)
+            shift: dict[str, Any] = {"slots": jnp.arange(S), "block_scores": block_call.block_scores}
+            return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=call.scale, **shift)
 
         # Twice the scores of attention, because the index has at most as many scores of its own.
-        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *per_query)
+        block = query_block(2 * B * N * S, T)
+        return in_query_blocks(one_block, block, q, *per_query, *scores_of(call))
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
+
+
+def scores_of(call: Call) -> list[Array]:
+    """Return the block scores of a call, to be cut into blocks of queries; nothing if it has none."""
+    return [] if call.block_scores is None else [call.block_scores]
+
+
+def take_scores(call: Call, per_query: tuple[Array, ...]) -> tuple[Call, tuple[Array, ...]]:
+    """Return the call of a block of queries, whose scores `scores_of` put last, and the other arrays."""
+    if call.block_scores is None:
+        return call, per_query
+    return replace(call, block_scores=per_query[-1]), per_query[:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,14 +262,15 @@ class PageBounds(Choosing):
         bounds = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return super().create_far(batch, capacity)._replace(index=bounds)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
         """Return the store with the new tokens and the bounds of the pages that they complete."""
         far = super().write_far(state, k, v, positions, end)
         page, (sinks, window), start = self.page, state.near.near, positions[:, 0]
-        first, pages = start // page, k.shape[1] // page + 1
+        keys = k.keys
+        first, pages = start // page, keys.shape[1] // page + 1
         # The older tokens of a page are still in the ring.
         rows = recent_rows(
-            state.near.ring_k, k, start, first * page, sinks=sinks, window=window, past=page - 1
+            state.near.ring_k, keys, start, first * page, sinks=sinks, window=window, past=page - 1
         )
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % page), (0, 0)))
         rows = rows[:, :, : pages * page, : self.R].reshape(*rows.shape[:2], pages, page, self.R)
@@ -263,11 +282,11 @@ class PageBounds(Choosing):
         least, largest = far.index
         return far._replace(index=(put(least, rows.min(3)), put(largest, rows.max(3))))
 
-    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
+    def page_scores(self, far: FarTokens, q: Array, call: Call) -> Array:
         # max(q · least, q · largest) is q · largest where q is positive, else q · least.
         bounds = zip((jnp.minimum(q, 0), jnp.maximum(q, 0)), far.index, strict=True)
         least, largest = (einsum_f32("BTKGR,BKSR->BTKGS", part, bound) for part, bound in bounds)
-        return scale * (least + largest)
+        return call.scale * (least + largest)
 
     def index_bytes(self, tokens: int) -> int:
         coordinates = 2 * -(-tokens // self.page) * self.R
@@ -295,8 +314,8 @@ class LeadingScores(Choosing):
         if not 1 <= self.index <= self.R:
             raise PlanError(f"index={self.index} must be from 1 to {self.R}, the rank of the layer's keys")
 
-    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        return scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
+    def page_scores(self, far: FarTokens, q: Array, call: Call) -> Array:
+        return call.scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
 
     def index_bytes(self, tokens: int) -> int:
         return self.num_kv_heads * tokens * self.index * jnp.dtype(self.dtype).itemsize

@@ -27,6 +27,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 
 NO_WRITE = "a layer with token classes stores tokens only in `attend`; call `attend` instead"
@@ -205,7 +206,7 @@ class ClassLeader(LayerCacheSpec):
         group = GroupState.create(self.blocks, batch=batch, capacity=capacity)
         return LeaderState(self.tokens.create(batch, capacity), group)
 
-    def write(self, state: LeaderState, k: Array, v: Array, positions: Array, end: Array) -> LeaderState:
+    def write(self, state: LeaderState, k: NewKeys, v: Array, positions: Array, end: Array) -> LeaderState:
         """Raise `NotImplementedError`: the class of a token follows from its attention."""
         raise NotImplementedError(NO_WRITE)
 
@@ -213,7 +214,7 @@ class ClassLeader(LayerCacheSpec):
         self,
         state: LeaderState,
         q: Array,
-        k: Array,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -280,19 +281,20 @@ class ClassMember(LayerCacheSpec):
         positions: Array,
         implementation: Implementation | None,
         aux: Classified,
-    ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
+    ) -> tuple[Array, NewKeys, tuple[Array, Array]]:
         """Compute q, k and v in class order, with k and v of each class in an array of its own."""
         x, positions = aux.arrangement.sorted(x), aux.arrangement.sorted(positions)
         return self.project_ordered(attention, x, positions)
 
     def project_ordered(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None = None
-    ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
+    ) -> tuple[Array, NewKeys, tuple[Array, Array]]:
         """Compute `project` for tokens that are in class order already."""
         rest = (self.head_dim, self.head_dim) if self.has_near else self.rest
-        return attention.project_classes(x, positions, self.blocks.important_in(x.shape[1]), rest)
+        q, k, v = attention.project_classes(x, positions, self.blocks.important_in(x.shape[1]), rest)
+        return q, NewKeys(k), v
 
-    def write(self, state: MemberState, k: Array, v: Array, positions: Array, end: Array) -> MemberState:
+    def write(self, state: MemberState, k: NewKeys, v: Array, positions: Array, end: Array) -> MemberState:
         """Raise `NotImplementedError`: the class of a token follows from its leader's attention."""
         raise NotImplementedError(NO_WRITE)
 
@@ -300,7 +302,7 @@ class ClassMember(LayerCacheSpec):
         self,
         state: MemberState,
         q: Float[Array, "B T N Hq"],
-        k: tuple[Array, Array],
+        k: NewKeys,
         v: tuple[Array, Array],
         positions: Array,
         end: Array,
@@ -309,7 +311,7 @@ class ClassMember(LayerCacheSpec):
     ) -> Attended:
         """Store the new tokens and attend to the cache; the results are in order of position."""
         group, order = aux
-        segments = self._write_segments(state, k, v, order, positions, end)
+        segments = self._write_segments(state, k.keys, v, order, positions, end)
         o, lse = segment_attention(
             q,
             order.sorted(positions),
@@ -323,8 +325,8 @@ class ClassMember(LayerCacheSpec):
         written = MemberState(state.near, *segments)
         if not self.has_near:
             return Attended(written, *far, aux)
-        q, own_k, own_v = (order.restored(x) for x in (q, *(jnp.concatenate(x, 1) for x in (k, v))))
-        near = self.near.attend(state.near, q, own_k, own_v, positions, end, None, call)
+        q, own_k, own_v = (order.restored(x) for x in (q, *(jnp.concatenate(x, 1) for x in (k.keys, v))))
+        near = self.near.attend(state.near, q, NewKeys(own_k), own_v, positions, end, None, call)
         o, lse = merge_partial([far, (near.o, near.lse)])
         return Attended(replace(written, near=near.state), o, lse, aux)
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import Parts, Plane
 from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
-from zdc_jax.cache.choosing import Choosing, FarTokens
+from zdc_jax.cache.choosing import Choosing, FarTokens, scores_of, take_scores
 from zdc_jax.cache.coded_far import CodedFar
 from zdc_jax.cache.codes import (
     Code,
@@ -39,6 +39,8 @@ from zdc_jax.cache.prefix_ring import put_tokens
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.shift import of_slots
 from zdc_jax.ops.stored import (
     choice_refusal,
     choose_by_index,
@@ -117,7 +119,7 @@ class CodedChoosing(CodedFar, Choosing):
         )
 
     def far_part(
-        self, far: FarTokens, q: Array, k: Any, positions: Array, call: Call, aux: Any
+        self, far: FarTokens, q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
         """Compute attention to chosen pages; pass them on as `aux`, or read them from it."""
         q = q[..., : self.R]
@@ -133,10 +135,12 @@ class CodedChoosing(CodedFar, Choosing):
             on_xla = replace(call, implementation="xla")
             return super().attend_far(far, q, positions, call if q.shape[1] == 1 else on_xla)
 
-        def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
-            return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
+        def one_block(q: Array, positions: Array, *scores: Array) -> tuple[Array, Array]:
+            own, _ = take_scores(call, scores)
+            return self.attend_pages(far, q, positions, self.chosen(far, q, positions, own), own)
 
-        return in_query_blocks(one_block, self._count_queries_at_once(far, q), q, positions)
+        block = self._count_queries_at_once(far, q)
+        return in_query_blocks(one_block, block, q, positions, *scores_of(call))
 
     def chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Int[Array, "B T K n"]:
         """Return the pages that each query reads, for all queries at once; kernels choose single tokens."""
@@ -152,6 +156,7 @@ class CodedChoosing(CodedFar, Choosing):
             sinks=self.sinks,
             window=self.window,
             table=table,
+            block_scores=call.block_scores,
         )
 
     def attend_pages(
@@ -160,10 +165,12 @@ class CodedChoosing(CodedFar, Choosing):
         if not self._reads_on_kernels(far, q, pages, call):
             return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
 
-        def one_block(q: Array, positions: Array, pages: Array) -> tuple[Array, Array]:
-            return merge_parts(q, self._attend_slots(far, q, positions, pages, call))
+        def one_block(q: Array, positions: Array, pages: Array, *scores: Array) -> tuple[Array, Array]:
+            own, _ = take_scores(call, scores)
+            return merge_parts(q, self._attend_slots(far, q, positions, pages, own))
 
-        return in_query_blocks(one_block, self._count_queries_at_once(far, q), q, positions, pages)
+        block = self._count_queries_at_once(far, q)
+        return in_query_blocks(one_block, block, q, positions, pages, *scores_of(call))
 
     def decode_parts(
         self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
@@ -178,7 +185,8 @@ class CodedChoosing(CodedFar, Choosing):
         """Compute the attention of each query to the tokens in its `slots`, on the kernel."""
         pools, table = pools_of(far)
         planes, near = self._convert_planes(pools), (self.sinks, self.window)
-        return coded_decode(q, planes, positions, near, scale=call.scale, slots=slots, table=table)
+        options: dict[str, Any] = {"scale": call.scale, "slots": slots, "table": table}
+        return coded_decode(q, planes, positions, near, block_scores=call.block_scores, **options)
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         return self._is_on_kernels(state.far, q[..., : self.R], call)
@@ -197,21 +205,22 @@ class CodedChoosing(CodedFar, Choosing):
             if self.page > 1:
                 return f"kernels choose single tokens, not pages of {self.page}"
             planes = kernel_planes([(self.index_code, index)])
-            return choice_refusal(q[..., : self.index], planes, self.read, table)
+            return choice_refusal(q[..., : self.index], planes, self.read, table, call.block_scores)
 
         return takes_kernels("choice", call.implementation, refusal)
 
     def _reads_on_kernels(self, far: FarTokens, q: Array, slots: Any, call: Call) -> bool:
         """Return whether kernels attend to the tokens in `slots`."""
-        refusal = partial(self._read_refusal, far, q, slots)
+        refusal = partial(self._read_refusal, far, q, slots, call)
         return takes_kernels("attention to chosen tokens", call.implementation, refusal)
 
-    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str | None:
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any, call: Call) -> str | None:
         """Return why kernels cannot attend to the tokens in `slots`, or None if they can."""
         if self.page > 1:
             return f"kernels read single tokens, not pages of {self.page}"
         pools, table = pools_of(far)
-        return coded_decode_refusal(q, self._convert_planes(pools), slots=slots, table=table)
+        planes, gains = self._convert_planes(pools), call.block_scores
+        return coded_decode_refusal(q, planes, slots=slots, table=table, block_scores=gains)
 
     def _count_queries_at_once(self, far: FarTokens, q: Array) -> int:
         """Return the number of queries per sequence that kernels process at once."""
@@ -238,10 +247,13 @@ class CodedChoosing(CodedFar, Choosing):
             k = jnp.concatenate([decode(self.index_code, far.index, self.index), k], axis=-1)
         return k, decode(self.value_code, far.v, self.Z)
 
-    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
+    def page_scores(self, far: FarTokens, q: Array, call: Call) -> Array:
         """Return the log-sum-exp of the scores of each page's tokens."""
         index = decode_tokens(self.index_code, far.index, self.index).astype(self.dtype)
-        scores = scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], index)
+        scores = call.scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], index)
+        if call.block_scores is not None:
+            gains = of_slots(call.block_scores, jnp.arange(scores.shape[-1]), self.num_kv_heads)
+            scores += jnp.moveaxis(gains, 3, 1)
         if self.page == 1:
             return scores
         lowest = jnp.finfo(jnp.float32).min
@@ -288,10 +300,10 @@ class CodedChoosing(CodedFar, Choosing):
             else query_block(2 * B * N * self.capacity(far), T)
         )
 
-        def choose(q: Array, positions: Array) -> Array:
-            return self.chosen(far, q, positions, call)
+        def choose(q: Array, positions: Array, *scores: Array) -> Array:
+            return self.chosen(far, q, positions, take_scores(call, scores)[0])
 
-        return by_query_blocks(choose, block, q, positions)
+        return by_query_blocks(choose, block, q, positions, *scores_of(call))
 
     def _list_planes(self) -> tuple[tuple[Code, int], ...]:
         """Return the codes of index, keys and values, each with its number of coordinates."""

@@ -15,9 +15,9 @@ from zdc_jax.cache.codes import Coded, CodedParts
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel, restore_tree
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import in_pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, State
+from zdc_jax.cache.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import merge_parts, rotate_and_store
 
 
@@ -29,6 +29,8 @@ class CodedFar(NearFar):
     ring. A subclass that changes how tokens are written must override `project` too, so that keys come in
     stored form.
     """
+
+    clauses = NearFar.clauses | {"shift"}
 
     @abstractmethod
     def coded_parts(self, far: State) -> tuple[CodedParts, CodedParts]:
@@ -49,16 +51,16 @@ class CodedFar(NearFar):
         Call it only where `reads_pages` is true. The second result is the `aux` to pass on.
         """
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> State:
+    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
         keys, values = self.coded_parts(state.far)
-        groups = (k[..., : self.R], keys), (v[..., : self.Z], values)
+        groups = (k.keys[..., : self.R], keys), (v[..., : self.Z], values)
         if written := put_by_kernel(groups, positions, end):
             return self.from_parts(*written)
-        return self.code_far(state, k, v, positions, end)
+        return self.code_far(state, k.keys, v, positions, end)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, UnrotatedKeys | Array, Array]:
+    ) -> tuple[Array, NewKeys, Array]:
         """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
         return attention.project_unrotated(x, positions, implementation)
 
@@ -66,14 +68,15 @@ class CodedFar(NearFar):
         self,
         state: NearFarState,
         q: Array,
-        k: UnrotatedKeys | Array,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,
         aux: Any,
         call: Call,
     ) -> Attended:
-        if isinstance(k, UnrotatedKeys):
+        k, call = move_shift(k, call, self.capacity(state.far))
+        if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 q, written = stored
                 far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux)
@@ -86,7 +89,7 @@ class CodedFar(NearFar):
         self,
         state: NearFarState,
         q: Array,
-        k: UnrotatedKeys,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,

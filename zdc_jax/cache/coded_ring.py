@@ -14,6 +14,7 @@ from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import slot_of_token
 from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, merge_parts, takes_kernels
 
@@ -64,12 +65,12 @@ class CodedRing(PrefixRing):
         return PrefixRingState(k, v, empty(state.ring_k), empty(state.ring_v), state.near)
 
     def write(
-        self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
+        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        sinks, window = state.near
-        if k.shape[1] == 1:
+        (sinks, window), keys = state.near, k.keys
+        if keys.shape[1] == 1:
             slot, has_slot = slot_of_token(positions, end, sinks=sinks, window=window)
-            groups = (k, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
+            groups = (keys, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
             if written := put_by_kernel(groups, slot, (slot + has_slot)[:, 0]):
                 ((ring_k,), (ring_v,)) = written
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
@@ -78,13 +79,13 @@ class CodedRing(PrefixRing):
         def put_coded(ring: Coded, x: Array) -> Coded:
             return jax.tree.map(lambda old, new: put(old, x=new), ring, self._encode(x))
 
-        return replace(state, ring_k=put_coded(state.ring_k, k), ring_v=put_coded(state.ring_v, v))
+        return replace(state, ring_k=put_coded(state.ring_k, keys), ring_v=put_coded(state.ring_v, v))
 
     def attend(
         self,
         state: PrefixRingState,
         q: Array,
-        k: Array,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -96,7 +97,7 @@ class CodedRing(PrefixRing):
             return Attended(written, *merge_parts(q, self.decode_stored(written, q, positions, call)), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         attended = self.unquantized.attend(
-            decoded, q, self.as_read(k), self.as_read(v), positions, end, aux, call
+            decoded, q, k._replace(keys=self.as_read(k.keys)), self.as_read(v), positions, end, aux, call
         )
         return attended._replace(state=self.write(state, k, v, positions, end))
 
@@ -106,18 +107,33 @@ class CodedRing(PrefixRing):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        refusal = partial(coded_decode_refusal, q, planes, slots=_shape_of_all_slots(planes))
+        refusal = partial(
+            coded_decode_refusal,
+            q,
+            planes,
+            slots=_shape_of_all_slots(planes),
+            block_scores=call.block_scores,
+        )
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
     def decode_stored(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
-        return coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
+        return coded_ring_decode(
+            q,
+            planes,
+            positions,
+            scale=call.scale,
+            sinks=sinks,
+            window=window,
+            block_scores=call.block_scores,
+        )
 
     def attend_whole(
-        self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
+        self, q: Array, k: NewKeys, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
-        return self.unquantized.attend_whole(q, self.as_read(k), self.as_read(v), positions, aux, call)
+        k = k._replace(keys=self.as_read(k.keys))
+        return self.unquantized.attend_whole(q, k, self.as_read(v), positions, aux, call)
 
     def _encode(self, x: Array) -> Coded:
         return encode_tokens(self.code, x)

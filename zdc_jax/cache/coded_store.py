@@ -117,7 +117,7 @@ class CodedStore(CodedFar):
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
         stored = kernel_planes(self._pair_codes(pools))
-        refusal = partial(coded_decode_refusal, q, stored, table=table)
+        refusal = partial(coded_decode_refusal, q, stored, table=table, block_scores=call.block_scores)
         if takes_kernels("coded decode", call.implementation, refusal):
             return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
@@ -127,14 +127,21 @@ class CodedStore(CodedFar):
     ) -> tuple[Parts, Any]:
         (pools, table), near = pools_of(far), (self.sinks, self.window)
         stored = kernel_planes(self._pair_codes(pools))
-        return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux
+        options: dict[str, Any] = {"scale": call.scale, "table": table}
+        return coded_decode(q, stored, positions, near, block_scores=call.block_scores, **options), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         (pools, table), q = pools_of(state.far), q[..., : self.R]
         if q.shape[1] > 1:
             return self._can_dequantize(pools, table, q, call)
-        refusal = partial(coded_decode_refusal, q, kernel_planes(self._pair_codes(pools)), table=table)
+        planes, gains = kernel_planes(self._pair_codes(pools)), call.block_scores
+        refusal = partial(coded_decode_refusal, q, planes, table=table, block_scores=gains)
         return takes_kernels("coded decode", call.implementation, refusal)
+
+    def capacity(self, far: tuple[Coded, Coded]) -> int:
+        first = jax.tree.leaves(far[1], is_leaf=lambda x: isinstance(x, Pages))[0]
+        slots = first.slots if isinstance(first, Pages) else first.shape[2]
+        return slots * self.value_code.block
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """Return all keys and values of the store, dequantized, slot = position."""
@@ -157,6 +164,7 @@ class CodedStore(CodedFar):
             dtype=self.dtype,
             implementation=call.implementation,
             table=table,
+            block_scores=call.block_scores,
         )
 
     def _convert_planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:

@@ -22,6 +22,7 @@ from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.importance import received_attention
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 
 
@@ -167,7 +168,9 @@ class Evicting(LayerCacheSpec):
             sizes=sizes,
         )
 
-    def write(self, state: EvictingState, k: Array, v: Array, positions: Array, end: Array) -> EvictingState:
+    def write(
+        self, state: EvictingState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> EvictingState:
         """Raise `NotImplementedError`: which tokens are kept depends on attention."""
         raise NotImplementedError("an evicting layer stores tokens only in `attend`; call `attend` instead")
 
@@ -175,7 +178,7 @@ class Evicting(LayerCacheSpec):
         self,
         state: EvictingState,
         q: Float[Array, "B T N Hq"],
-        k: Float[Array, "B T K Hq"],
+        k: NewKeys,
         v: Float[Array, "B T K Hv"],
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
@@ -188,14 +191,14 @@ class Evicting(LayerCacheSpec):
                 f"implementation={call.implementation!r}: an evicting cache runs on xla; use None or 'xla'"
             )
         attend = self._attend_token if positions.shape[1] == 1 else self._attend_chunk
-        state = _put_sinks(state, k, v, positions, end)
-        state, o, lse = attend(state, q, k, v, positions[:, 0], end, call.scale)
+        state = _put_sinks(state, k.keys, v, positions, end)
+        state, o, lse = attend(state, q, k.keys, v, positions[:, 0], end, call.scale)
         return Attended(state, o, lse, aux)
 
     def keep_prompt(
         self,
         q: Float[Array, "B T N Hq"],
-        k: Float[Array, "B T K Hq"],
+        k: NewKeys,
         v: Float[Array, "B T K Hv"],
         lse: Float[Array, "B N T"],
         positions: Int[Array, "B T"],
@@ -204,14 +207,15 @@ class Evicting(LayerCacheSpec):
         call: Call,
     ) -> EvictingState:
         """Choose once among all far tokens of a prompt, by its exact attention."""
-        state = _put_sinks(self.create(positions.shape[0], capacity), k, v, positions, end)
+        keys = k.keys
+        state = _put_sinks(self.create(positions.shape[0], capacity), keys, v, positions, end)
         (sinks, window, block), T = state.sizes, positions.shape[1]
         first = end // block * block - window
-        scores, carried = self._score_prompt(q, k, lse, positions, end, block, call.scale)
+        scores, carried = self._score_prompt(q, keys, lse, positions, end, block, call.scale)
         j = jnp.where((positions >= sinks) & (positions < first[:, None]), positions, EMPTY)[:, None]
         far = highest(self.scoring.finalize(scores, j, end), j != EMPTY, state.positions.shape[2])
         near = jnp.clip(first[:, None] + jnp.arange(window + block), 0, T - 1)[:, None]
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        keys, v = keys.swapaxes(1, 2), v.swapaxes(1, 2)
 
         def take(x: Array, at: Array, width: int | None) -> Array:
             return _take(x, at)[..., :width].astype(self.dtype)
@@ -221,10 +225,10 @@ class Evicting(LayerCacheSpec):
 
         return replace(
             state,
-            near_k=append_near(state.near_k, k),
+            near_k=append_near(state.near_k, keys),
             near_v=append_near(state.near_v, v),
             near_scores=_take(carried, near),
-            far_k=take(k, far, self.R),
+            far_k=take(keys, far, self.R),
             far_v=take(v, far, self.Z),
             far_scores=_take(carried, far),
             positions=far,

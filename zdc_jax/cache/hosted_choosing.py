@@ -23,6 +23,7 @@ from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import slots_for
 
 HOST_MEMORY = "pinned_host"
@@ -76,18 +77,19 @@ class HostedChoosing(CodedChoosing):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, NewKeys, Array]:
         """Compute q, k and v in stored form, since no kernel writes to host memory."""
         return attention.project(x, positions, implementation)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        return self._put_keys_and_values(self._put_index(state.far, k, positions, end), k, v, positions, end)
+    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
+        far = self._put_index(state.far, k.keys, positions, end)
+        return self._put_keys_and_values(far, k.keys, v, positions, end)
 
     def far_step(
         self,
         state: NearFarState,
         q: Array,
-        k: Any,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -101,11 +103,11 @@ class HostedChoosing(CodedChoosing):
         """
         if positions.shape[1] > 1 or not self.window:
             return super().far_step(state, q, k, v, positions, end, call, aux)
-        far = self._put_index(state.far, k, positions, end)
+        far = self._put_index(state.far, k.keys, positions, end)
         o, lse, aux = self.far_part(far, q, k, positions, call, aux)
         # Without the barrier, XLA copies the whole store to read from it.
         store, o = jax.lax.optimization_barrier((far.k, o))
-        return self._put_keys_and_values(far._replace(k=store), k, v, positions, end), o, lse, aux
+        return self._put_keys_and_values(far._replace(k=store), k.keys, v, positions, end), o, lse, aux
 
     def _put_index(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
         index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
@@ -118,7 +120,7 @@ class HostedChoosing(CodedChoosing):
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
 
-    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str:
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any, call: Call) -> str:
         """Return why kernels cannot read the store."""
         return ON_HOST
 

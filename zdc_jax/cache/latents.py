@@ -9,7 +9,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.latent import LatentKeys, reconstructed
+from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Latents(NearFar):
     """`NearFar` that stores R latents [B, K, S, R] of a key and Z coordinates [B, K, S, Z] of a value.
 
     Queries and reconstructed keys have all H coordinates. Each call reconstructs all keys in an array, which
-    a kernel could avoid. New keys come as `LatentKeys`, and near keys are exact.
+    a kernel could avoid. Near keys are exact.
     """
 
     @property
@@ -31,7 +31,7 @@ class Latents(NearFar):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, LatentKeys, Array]:
+    ) -> tuple[Array, NewKeys, Array]:
         """Compute q, keys with their latents, and v."""
         return attention.project_latent(x, positions, implementation)
 
@@ -41,24 +41,26 @@ class Latents(NearFar):
 
         return empty(self.R), empty(self.Z)
 
-    def write_far(
-        self, state: NearFarState, k: Any, v: Array, positions: Array, end: Array
-    ) -> tuple[Array, Array]:
-        """Return the store with the new tokens; k is a `LatentKeys`."""
-        latents, values = state.far
-        start, kept = positions[:, 0], positions < end[:, None]
-        return put_rows(latents, k.latents, start, kept), put_rows(values, v[..., : self.Z], start, kept)
+    def capacity(self, far: tuple[Array, Array]) -> int:
+        return far[0].shape[2]
 
-    def near_keys(self, k: LatentKeys) -> Array:
-        return k.keys
+    def write_far(
+        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> tuple[Array, Array]:
+        """Return the store with the new tokens."""
+        assert k.latents is not None
+        start, kept = positions[:, 0], positions < end[:, None]
+        latents, values = k.latents.latents, v[..., : self.Z]
+        return put_rows(state.far[0], latents, start, kept), put_rows(state.far[1], values, start, kept)
 
     def far_part(
-        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, call: Call, aux: Any
+        self, far: tuple[Array, Array], q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
         """Compute `attend_far` with reconstructed keys."""
+        assert k is not None
+        assert k.latents is not None
         latents, values = far
-        keys = reconstructed(latents, k.factor, k.frequencies)
-        return *self.attend_far((keys, values), q, positions, call), aux
+        return *self.attend_far((k.latents.reconstruct(latents), values), q, positions, call), aux
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call

@@ -18,7 +18,8 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.codes import Code
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import stored_attention
 
 
@@ -86,7 +87,7 @@ class NearFar(LayerCacheSpec):
     def write_far(
         self,
         state: NearFarState,
-        k: Float[Array, "B T K Hq"],
+        k: NewKeys,
         v: Float[Array, "B T K Hv"],
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
@@ -99,12 +100,12 @@ class NearFar(LayerCacheSpec):
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Compute attention to the far tokens and its log-sum-exp, -inf for a query without far tokens."""
 
-    def near_keys(self, k: Any) -> Float[Array, "B T K Hq"]:
-        """Return new keys in the form that the ring stores; stores with another form of keys override it."""
-        return k
+    @abstractmethod
+    def capacity(self, far: State) -> int:
+        """Return the slots of a store, whose leaves may be in pages."""
 
     def far_part(
-        self, far: State, q: Array, k: Any, positions: Array, call: Call, aux: Any
+        self, far: State, q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """Compute `attend_far` for `attend`, with the new keys k; return also the `aux` to pass on."""
         return *self.attend_far(far, q[..., : self.R], positions, call), aux
@@ -128,13 +129,14 @@ class NearFar(LayerCacheSpec):
             window=self.window,
             implementation=call.implementation,
             end=call.end,
+            block_scores=call.block_scores,
         )
 
     def far_step(
         self,
         state: NearFarState,
         q: Array,
-        k: Any,
+        k: NewKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -151,25 +153,25 @@ class NearFar(LayerCacheSpec):
     def create(self, batch: int, capacity: int) -> NearFarState:
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
 
-    def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
+    def write(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> NearFarState:
         far = self.write_far(state, k, v, positions, end)
-        return NearFarState(self.near.write(state.near, self.near_keys(k), v, positions, end), far)
+        return NearFarState(self.near.write(state.near, k, v, positions, end), far)
 
     def attend(
         self,
         state: NearFarState,
         q: Float[Array, "B T N Hq"],
-        k: Any,
+        k: NewKeys,
         v: Float[Array, "B T K Hv"],
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
         aux: Any,
         call: Call,
     ) -> Attended:
-        call = replace(call, end=end)
+        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far))
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)
-        near = self.near.attend(state.near, q, self.near_keys(k), v, positions, end, None, call)
+        near = self.near.attend(state.near, q, k, v, positions, end, None, call)
         o, lse = merge_partial([(near.o, near.lse), (far_o, far_lse)])
         return Attended(NearFarState(near.state, far), o, lse, aux)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State, move_shift
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 
 LONG = 2**24
 """Capacity above all windows. Leaves that still grow with a larger capacity store tokens by position."""
@@ -72,14 +73,16 @@ class Paged(LayerCacheSpec):
             arrays.append(jnp.zeros(shape, leaf.dtype))
         return jax.tree.unflatten(tree, arrays)
 
-    def write(self, state: State, k: Array, v: Array, positions: Array, end: Array) -> State:
+    def write(self, state: State, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
         """Raise `NotImplementedError`: only `attend` receives the page table."""
         raise NotImplementedError("a paged layer stores tokens only in `attend`; call `attend` instead")
 
     def attend(
-        self, state: State, q: Array, k: Any, v: Any, positions: Array, end: Array, aux: Any, call: Call
+        self, state: State, q: Array, k: NewKeys, v: Any, positions: Array, end: Array, aux: Any, call: Call
     ) -> Attended:
         table, pooled = call.table, self.pooled(state)
+        if table is not None:
+            k, call = move_shift(k, call, table.shape[1] * self.page)
         if not any(pooled):
             return self.spec.attend(state, q, k, v, positions, end, aux, call)
         assert table is not None
@@ -103,7 +106,7 @@ class Paged(LayerCacheSpec):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array, NewKeys, Any]:
         return self.spec.project(attention, x, positions, implementation, aux)
 
     def put_prompt(self, state: State, rows: State, tokens: int, end: Array, table: Array) -> State:

@@ -26,8 +26,15 @@ from kernels_pallas import (
 )
 from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
-from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation, self_attention
+from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, move_shift, put_rows
+from zdc_jax.ops.attention import (
+    Implementation,
+    cache_refusal,
+    choose_implementation,
+    self_attention,
+    shift_refusal,
+)
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
@@ -71,7 +78,7 @@ class PrefixRing(LayerCacheSpec):
     Z: int
     sinks: int = 0
     window: int = 0
-    clauses = LayerCacheSpec.clauses | {"pages"}
+    clauses = LayerCacheSpec.clauses | {"pages", "shift"}
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         def empty(slots: int, width: int) -> Array:
@@ -93,38 +100,47 @@ class PrefixRing(LayerCacheSpec):
         return min(self.sinks, capacity), min(self.window, capacity)
 
     def write(
-        self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
+        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        new_k = put_tokens(state.k, k[..., : self.R], positions, end)
+        keys = k.keys
+        new_k = put_tokens(state.k, keys[..., : self.R], positions, end)
         new_v = put_tokens(state.v, v[..., : self.Z], positions, end)
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
-        ring_k, ring_v = put(state.ring_k, x=k[..., self.R :]), put(state.ring_v, x=v[..., self.Z :])
+        ring_k, ring_v = put(state.ring_k, x=keys[..., self.R :]), put(state.ring_v, x=v[..., self.Z :])
         return PrefixRingState(new_k, new_v, ring_k, ring_v, state.near)
 
     def attend(
         self,
         state: PrefixRingState,
         q: Float[Array, "B T N Hq"],
-        k: Float[Array, "B T K Hq"],
+        k: NewKeys,
         v: Float[Array, "B T K Hv"],
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
         aux: object,
         call: Call,
     ) -> Attended:
+        k, call = move_shift(k, call, self.capacity(state))
         sinks, window = state.near if self._reads_near(q, v) else (0, 0)
         implementation = self._choose_implementation(state, q, v, call)
         on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill
         attend = _attend_xla if implementation == "xla" else on_kernel
         written = self.write(state, k, v, positions, end)
-        o, lse = attend(_AttendArguments(state, written, q, k, v, positions, end, call.scale, sinks, window))
+        arguments = _AttendArguments(
+            state, written, q, k.keys, v, positions, end, call.scale, sinks, window, call.block_scores
+        )
+        o, lse = attend(arguments)
         return Attended(written, o, lse, aux)
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         return self._choose_implementation(state, q, v, call) == "pallas"
+
+    def capacity(self, state: PrefixRingState) -> int:
+        """Return the positions that the cache can store; only with R > 0."""
+        return state.k.slots if isinstance(state.k, Pages) else state.k.shape[2]
 
     def as_read(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
         """Return near keys or values as queries read them; unchanged here."""
@@ -147,7 +163,7 @@ class PrefixRing(LayerCacheSpec):
     ) -> Parts:
         """Compute attention of single tokens that the cache stores already, on kernels."""
         sinks, window = state.near
-        return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window)
+        return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
 
     def _reads_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
@@ -161,18 +177,19 @@ class PrefixRing(LayerCacheSpec):
         rings = (state.ring_k, state.ring_v) if near else None
         refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)
         refusals: dict[Implementation, Callable[[], str | None]] = {
-            "pallas": lambda: refusal(q, k, stored_v, rings),
+            "pallas": lambda: shift_refusal(call.block_scores) or refusal(q, k, stored_v, rings),
             "cudnn": lambda: "it does not read this cache",
         }
         kind = "decode" if q.shape[1] == 1 else "prefill"
         return choose_implementation(kind, call.implementation, refusals)
 
     def attend_whole(
-        self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
+        self, q: Array, k: NewKeys, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
+        k, call = move_shift(k, call, q.shape[1])
         o, lse = self_attention(
             q,
-            k,
+            k.keys,
             v,
             scale=call.scale,
             qk_rank=self.R,
@@ -180,6 +197,7 @@ class PrefixRing(LayerCacheSpec):
             sinks=self.sinks,
             window=self.window,
             implementation=call.implementation,
+            block_scores=call.block_scores,
         )
         return Attended(None, o, lse, aux)
 
@@ -315,11 +333,12 @@ class _AttendArguments(NamedTuple):
     scale: float
     sinks: int
     window: int
+    block_scores: Array | None
 
 
 def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention on any device; near keys are gathered from the old cache and the new tokens."""
-    state, written, q, k, v, positions, _, scale, sinks, window = step
+    state, written, q, k, v, positions, _, scale, sinks, window, block_scores = step
     near = None
     if sinks or window:
         recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
@@ -329,14 +348,29 @@ def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
             *(jnp.concatenate([part[i] for part in parts], axis) for i, axis in enumerate((2, 2, 1)))
         )
     return xla_attention(
-        q, written.k, written.v, positions, scale=scale, near=near, sinks=sinks, window=window
+        q,
+        written.k,
+        written.v,
+        positions,
+        scale=scale,
+        near=near,
+        sinks=sinks,
+        window=window,
+        block_scores=block_scores,
     )
 
 
 def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention of one token per sequence on the kernel, which reads the token from the cache."""
     o, lse = _run_decode(
-        decode_attention, step.written, step.q, step.positions, step.scale, step.sinks, step.window
+        decode_attention,
+        step.written,
+        step.q,
+        step.positions,
+        step.scale,
+        step.sinks,
+        step.window,
+        step.block_scores,
     )
     return o[:, None], lse[..., None]
 
@@ -349,6 +383,7 @@ def _run_decode[Result](
     scale: float,
     sinks: int,
     window: int,
+    block_scores: Array | None,
 ) -> Result:
     """Call a decoding kernel for single tokens that the cache stores."""
     (k, v), table = pools_of((state.k, state.v))
@@ -370,7 +405,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
 
     The kernel reads the ring as it was before the new tokens overwrote it.
     """
-    state, written, q, k, v, positions, end, scale, sinks, window = step
+    state, written, q, k, v, positions, end, scale, sinks, window, _ = step
     trailing, start = None, positions[:, 0]
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:

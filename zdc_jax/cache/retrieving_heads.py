@@ -8,6 +8,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +40,17 @@ class RetrievingHeads(NearFar):
         return empty(self.R), empty(self.Z)
 
     def write_far(
-        self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
+        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
     ) -> tuple[Array, Array]:
         start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
 
         def put(buffer: Array, x: Array) -> Array:
             return put_rows(buffer, x[:, :, heads, : buffer.shape[-1]], start, kept)
 
-        return put(state.far[0], k), put(state.far[1], v)
+        return put(state.far[0], k.keys), put(state.far[1], v)
+
+    def capacity(self, far: tuple[Array, Array]) -> int:
+        return far[0].shape[2]
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call

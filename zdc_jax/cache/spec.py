@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 
-Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
+Clause = Literal["chunked", "ragged", "order", "reuse", "pages", "shift"]
 """Properties that a spec may guarantee; `tests/cache_contract.py` checks them.
 
 - `chunked`: reading a prompt in chunks gives the same result as reading it whole.
@@ -26,7 +27,8 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
 - `reuse`: a released sequence serves its next request like a new one.
 - `pages`: leaves [B, K, S/n, …] that grow with the capacity store tokens by position, n tokens per slot. No
   other leaf says which tokens are stored (`zdc_jax.cache.paged`). `project` treats all tokens alike, whatever
-  `aux` is. It returns arrays [B, T, …], or keys as `LatentKeys` or `UnrotatedKeys`.
+  `aux` is, and its arrays are [B, T, …].
+- `shift`: attention adds `NewKeys.block_scores`, so that keys may arrive without their mean.
 
 Two more properties hold for every spec: attention on a cache equals attention on whole sequences, and `bytes`
 equals the size of the arrays.
@@ -52,6 +54,8 @@ class Call:
         for specs whose choice of tokens depends on all heads.
       table: page table [B, n] int32 of a paged cache.
       end: position [B] int32 at which padding begins, for specs that need it.
+      block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
+        without their mean (`zdc_jax.ops.shift`); None for whole keys.
     """
 
     scale: float
@@ -59,6 +63,17 @@ class Call:
     all_heads: Callable[[Array], Array] = own_heads
     table: Array | None = None
     end: Array | None = None
+    block_scores: Array | None = None
+
+
+def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
+    """Return keys and call with the shift of the keys as `block_scores` of the call.
+
+    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged.
+    """
+    if k.shift is None:
+        return k, call
+    return k._replace(shift=None), replace(call, block_scores=k.block_scores(slots, call.scale))
 
 
 class Attended(NamedTuple):
@@ -106,7 +121,7 @@ class LayerCacheSpec(ABC):
 
     @abstractmethod
     def write(
-        self, state: State, k: Array, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
+        self, state: State, k: NewKeys, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
     ) -> State:
         """Store the tokens at `positions` below `end`, and change nothing else.
 
@@ -123,7 +138,7 @@ class LayerCacheSpec(ABC):
         self,
         state: State,
         q: Float[Array, "B T N _"],
-        k: Any,
+        k: NewKeys,
         v: Any,
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
@@ -147,7 +162,7 @@ class LayerCacheSpec(ABC):
     def attend_whole(
         self,
         q: Float[Array, "B T N _"],
-        k: Any,
+        k: NewKeys,
         v: Any,
         positions: Int[Array, "B T"],
         aux: Any,
@@ -162,7 +177,7 @@ class LayerCacheSpec(ABC):
     def keep_prompt(
         self,
         q: Float[Array, "B T N _"],
-        k: Any,
+        k: NewKeys,
         v: Any,
         lse: Float[Array, "B N T"],
         positions: Int[Array, "B T"],
@@ -182,7 +197,7 @@ class LayerCacheSpec(ABC):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array, NewKeys, Any]:
         """Compute q, k and v of new tokens in the form that `attend` accepts.
 
         `attention` is the layer's `zdc_jax.model.attention.Attention`; x are its inputs.

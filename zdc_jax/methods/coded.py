@@ -96,16 +96,25 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:
-      PlanError: the plan is not rotated, or a layer with `index=0` follows no layer that chooses as many
-        tokens.
+      PlanError: an index without a calibrated basis, or a layer with `index=0` follows no layer that chooses
+        as many tokens.
     """
     if not plan.rotated:
-        raise PlanError(
-            "rotated=False: method 'coded' needs a calibrated basis; "
-            "run `zdc calibrate MODEL` and use a plan with rotated=True"
-        )
+        _check_uncalibrated(plan)
     specs = _mark_leaders(far_layers(plan, dtype, _create_far_spec))
     return tuple(_quantize_near(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
+
+
+def _check_uncalibrated(plan: CompressionPlan) -> None:
+    """Raise `PlanError` if a layer has an index, whose coordinates only calibration can order."""
+    for layer in range(len(plan.layers)):
+        settings = plan.settings_of(layer)
+        assert isinstance(settings, Settings)
+        if settings.index:
+            raise PlanError(
+                f"index={settings.index}: the most important coordinates are known only after calibration; "
+                "run `zdc calibrate MODEL TEXT`, or set index=0"
+            )
 
 
 def _quantize_near(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpec:

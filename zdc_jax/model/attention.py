@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +13,14 @@ from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, skip_reduction
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnrotatedKeys, rope_and_basis, rope_frequencies, rotate
+from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.new_keys import Latents, NewKeys, Turn
+from zdc_jax.ops.rotary import layer_frequencies, rotate
+from zdc_jax.ops.shift import ShiftedQueries, without_mean
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
-_BASIS = ("q_rotation", "k_rotation", "k_shift", "frequencies", "k_latent")
+_BASIS = ("q_rotation", "k_rotation", "k_mean", "frequencies", "k_latent")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -28,6 +31,7 @@ class Attention(nnx.Module):
 
     - `q_rotation`, `k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`).
     - `frequencies` [K, R/2]: the weights hold selected rotary pairs, interleaved (`pairs`).
+    - `k_mean` [K, H]: the shift of rotary layers, m of `zdc_jax.ops.shift`, which new keys leave out.
     - `k_latent` [K, H, R]: not in attention; `project_latent` computes latents of the keys before the rotary
       embedding.
     - none of these: inside W_Q and W_K (`folded`), or there is no basis.
@@ -47,7 +51,7 @@ class Attention(nnx.Module):
     k_norm: nnx.Param | None
     q_rotation: nnx.Param | None
     k_rotation: nnx.Param | None
-    k_shift: nnx.Param | None
+    k_mean: nnx.Param | None
     frequencies: nnx.Param | None
     k_latent: nnx.Param | None
     q_scale: nnx.Param | None
@@ -78,48 +82,51 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+    ) -> tuple[Float[Array, "B T N R"], NewKeys, Float[Array, "B T K Z"]]:
         """Return q, k and v in the form that attention and the cache expect."""
-        q, k, v = self._project_raw(x)
-        if self.frequencies is not None:
-            per_head = self.frequencies[...]
-            per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
-            q = rotate(q, positions, per_query, interleaved=True)
-            return q, rotate(k, positions, per_head, interleaved=True), v
-        if (basis := self._get_basis()) is not None:
-            return *rope_and_basis(q, k, positions, self._rope_frequencies(), *basis, implementation), v
-        if self.spec.rope is not None:
-            frequencies = jnp.asarray(self._rope_frequencies(), jnp.float32)
-            q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
-        return q, k, v
+        q, k, v = self.project_unrotated(x, positions)
+        return *k.rotate(q, implementation), v
 
     def project_unrotated(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T N H"], UnrotatedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+    ) -> tuple[Float[Array, "B T N _"], NewKeys, Float[Array, "B T K Z"]]:
         """Return q, k and v with rotary embedding and basis left to the cache (`post_rope`).
 
         Layers with another basis return the same as `project`.
         """
-        if (basis := self._get_basis()) is None:
-            return self.project(x, positions, implementation)
-        q, k, v = self._project_raw(x)
-        return q, UnrotatedKeys(k, positions, self._rope_frequencies(), *basis), v
+        q, k, v = self._project_raw(x, positions)
+        shift = None
+        if self.k_mean is not None:
+            shift = ShiftedQueries.of(q, positions, self.k_mean[...], self._rope_frequencies())
+        if self.frequencies is not None:
+            per_head = self.frequencies[...]
+            per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
+            q = rotate(q, positions, per_query, interleaved=True)
+            return q, NewKeys(rotate(k, positions, per_head, interleaved=True)), v
+        if self.q_rotation is not None and self.k_rotation is not None:
+            basis = self.q_rotation[...], self.k_rotation[...]
+            return q, NewKeys(k, Turn(positions, self._rope_frequencies(), *basis), shift), v
+        if self.spec.rope is not None:
+            frequencies = jnp.asarray(self._rope_frequencies(), jnp.float32)
+            q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
+        return q, NewKeys(k, shift=shift), v
 
     def project_latent(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T N H"], LatentKeys, Float[Array, "B T K Z"]]:
-        """Return `project` with keys as `LatentKeys`; the layer must have `k_latent`."""
+    ) -> tuple[Float[Array, "B T N H"], NewKeys, Float[Array, "B T K Z"]]:
+        """Return `project` with the latents of the keys; the layer must have `k_latent`."""
         assert self.k_latent is not None
         q, k, v = self.project(x, positions, implementation)
         factor = self.k_latent[...]
-        latents = jnp.einsum("BTKH,KHR->BTKR", self.before_rope(k, positions), factor)
-        return q, LatentKeys(k, latents, factor, jnp.asarray(self._rope_frequencies(), jnp.float32)), v
+        latents = jnp.einsum("BTKH,KHR->BTKR", self.before_rope(k.keys, positions), factor)
+        frequencies = jnp.asarray(self._rope_frequencies(), jnp.float32)
+        return q, k._replace(latents=Latents(latents, factor, frequencies)), v
 
     def before_rope(
         self, k: Float[Array, "B T K H"], positions: Int[Array, "B T"]
@@ -132,7 +139,7 @@ class Attention(nnx.Module):
     def attend(
         self,
         q: Float[Array, "B T N R"],
-        k: Float[Array, "B T K R"] | LatentKeys,
+        k: NewKeys,
         v: Float[Array, "B T K Z"],
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Attend within whole sequences as the checkpoint defines it, ignoring the plan.
@@ -140,36 +147,38 @@ class Attention(nnx.Module):
         Returns:
           The output, and the log-sum-exp of the scaled scores.
         """
-        if isinstance(k, LatentKeys):
-            k = k.keys
-        if self.spec.window is None:
-            return self_attention(q, k, v, scale=self.scale)
-        return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)
+        options: dict[str, Any] = {"block_scores": k.block_scores(q.shape[1], self.scale)}
+        if self.spec.window is not None:
+            options |= {"qk_rank": 0, "v_rank": 0, "window": self.spec.window}
+        return self_attention(q, k.keys, v, scale=self.scale, **options)
 
     def _project_raw(
-        self, x: Float[Array, "B T D"]
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K Z"]]:
-        """Return q, k and v after bias and norm, before rotary embedding and basis."""
+        """Return q, k and v after bias and norm, before rotary embedding and basis.
+
+        Keys leave their mean out before they are rounded: in bfloat16 a mean of 400 would round them to even
+        numbers.
+        """
         q = self._normalize(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
-        k = self._normalize(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
+        k = self._normalize(self._project_keys(x), self.k_norm)
+        if self.k_mean is not None:
+            k = without_mean(k, positions, self.k_mean[...], self._rope_frequencies()).astype(x.dtype)
         return q, k, add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
 
-    def _get_basis(self) -> tuple[Array, Array, Array | None] | None:
-        """Return the basis applied after the rotary embedding: of queries, of keys, and the shift of keys."""
-        if self.q_rotation is None or self.k_rotation is None:
-            return None
-        shift = None if self.k_shift is None else self.k_shift[...]
-        return self.q_rotation[...], self.k_rotation[...], shift
+    def _project_keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K H"]:
+        """Return keys after the bias, in float32 if they will leave their mean out."""
+        if self.k_mean is None:
+            return add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias)
+        k = einsum_f32("BTD,DKH->BTKH", x, self.k[...])
+        return k if self.k_bias is None else k + self.k_bias[...].astype(jnp.float32)
 
     def _normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         config = self.config
         return x if norm is None else rms_norm(x, norm[...], config.norm_eps, config.norm_offset)
 
     def _rope_frequencies(self) -> np.ndarray:
-        """Return the rotary frequencies, float64 [H/2]; zeros where the layer has no rotary embedding."""
-        if self.spec.rope is None:
-            return np.zeros(self.config.head_dim // 2)
-        return rope_frequencies(self.spec.rope, self.config.head_dim, self.config.max_positions)
+        return layer_frequencies(self.spec, self.config)
 
     def project_classes(
         self,
@@ -193,16 +202,16 @@ class Attention(nnx.Module):
         """
         if first == x.shape[1]:
             q, k, v = self.project(x, positions, "xla")
-            return q, (k, k[:, :0]), (v, v[:, :0])
+            return q, (k.keys, k.keys[:, :0]), (v, v[:, :0])
         important, rest = x[:, :first], x[:, first:]
         q, k, v = self.project(important, positions[:, :first], "xla")
         q_rest, _, _ = self.project(rest, positions[:, first:], "xla")
         _, k_rest, v_rest = self.narrow(*less).project(rest, positions[:, first:], "xla")
-        return jnp.concatenate([q, q_rest], 1), (k, k_rest), (v, v_rest)
+        return jnp.concatenate([q, q_rest], 1), (k.keys, k_rest.keys), (v, v_rest)
 
     def narrow(self, R: int, Z: int) -> "Attention":
         """Return this layer with only the first R coordinates of q and k and the first Z of v."""
-        rotations = ("q_rotation", "k_rotation", "k_shift")
+        rotations = ("q_rotation", "k_rotation")
         qk = rotations if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
         widths = dict.fromkeys(qk, R) | {"v": Z, "v_bias": Z, "frequencies": R // 2}
         names = ("q", "k", "v", "o", *_BIASES, *_NORMS, *_BASIS)

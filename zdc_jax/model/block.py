@@ -13,26 +13,24 @@ from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, skip_reduction
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.new_keys import NewKeys
 
-Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
-"""Attention of a layer: (q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], extra results."""
-Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array, Any, Any]]
+Attend = Callable[[Array, NewKeys, Any], tuple[Array, Any]]
+"""Attention of a layer: (q [B, T, N, R], k, v [B, T, K, Z]) → o [B, T, N, Z], extra results."""
+Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array, NewKeys, Any]]
 """Projection of a layer: (attention, x [B, T, D], positions [B, T], implementation) → q, k, v."""
 
 
 def project_uniformly(
     attention: Attention, x: Array, positions: Array, implementation: Implementation | None
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, NewKeys, Array]:
     """Project all tokens alike, with `Attention.project`."""
     return attention.project(x, positions, implementation)
 
 
-def map_tokens(change: Callable[[Array], Array], q: Array, k: Any, v: Any) -> tuple[Array, Any, Any]:
+def map_tokens(change: Callable[[Array], Array], q: Array, k: NewKeys, v: Any) -> tuple[Array, NewKeys, Any]:
     """Apply `change` to every per-token array of q, k and v, as a `Project` returns them."""
-    keys = k.each(change) if isinstance(k, LatentKeys | UnrotatedKeys) else jax.tree.map(change, k)
-    return change(q), keys, jax.tree.map(change, v)
+    return change(q), k.each(change), jax.tree.map(change, v)
 
 
 class Block(nnx.Module):
@@ -75,7 +73,7 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
         project: Project = project_uniformly,
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array, NewKeys, Any]:
         """Return q, k and v in the form that `attend` expects."""
         return project(self.attention, self._input(x, self.attention_norm), positions, implementation)
 

@@ -1,6 +1,6 @@
 """One walk over the layers on whole sequences, from which calibration takes its measurements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from zdc_jax.axes import Array
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.new_keys import NewKeys
 
 
 class Seen(NamedTuple):
@@ -36,32 +37,40 @@ class Seen(NamedTuple):
     attention: Attention
 
 
-Tap = Callable[[Seen], Any]
-"""Measurement of one layer; returns any tree of arrays. Use a module-level function: it is hashed."""
+Tap = Callable[..., Any]
+"""Measurement of one layer from its `Seen`; returns any tree of arrays.
+
+Use a module-level function: it is hashed.
+"""
 
 
-def observe(network: Transformer, tokens: Int[Array, "B T"], tap: Tap) -> list[Any]:
+def observe(
+    network: Transformer, tokens: Int[Array, "B T"], tap: Tap, given: Sequence[Any] | None = None
+) -> list[Any]:
     """Return what `tap` measures in each layer of an unmodified (or only rotated) network, in order.
 
-    The network's plan is ignored: every layer attends as the checkpoint defines it.
+    The network's plan is ignored: every layer attends as the checkpoint defines it. With `given`, `tap` gets
+    the entry of its layer as a second argument.
     """
     x = network.embeddings.embed(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
     measurements = []
-    for block in network.layers:
-        x, measured = observe_layer(block, x, tap)
+    for index, block in enumerate(network.layers):
+        x, measured = observe_layer(block, x, tap, *([] if given is None else [given[index]]))
         measurements.append(measured)
     return measurements
 
 
 @partial(jax.jit, static_argnames="tap")
-def observe_layer(block: Block, x: Float[Array, "B T D"], tap: Tap) -> tuple[Float[Array, "B T D"], Any]:
+def observe_layer(
+    block: Block, x: Float[Array, "B T D"], tap: Tap, *given: Any
+) -> tuple[Float[Array, "B T D"], Any]:
     """Run one layer on whole sequences; return its output and what `tap` measures.
 
     The function is jitted so that equal layers compile once.
     """
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
         o, lse = block.attention.attend(q, k, v)
-        return o, tap(Seen(x, q, k, v, o, lse, block.attention))
+        return o, tap(Seen(x, q, k.keys, v, o, lse, block.attention), *given)
 
     return block(x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), attend)

@@ -18,7 +18,7 @@ from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.layers import Norm, Reduce, param, skip_reduction
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token, einsum_f32
-from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan
 
 
@@ -194,9 +194,8 @@ def _prompt_layer(
     """Run one layer on whole prompts with exact attention; return its output and its compressed cache."""
     call = Call(block.attention.scale)
 
-    def attend(q: Array, k: Any, v: Array) -> tuple[Array, State]:
-        if isinstance(k, UnrotatedKeys):
-            q, k = k.rotate(q, None)
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, State]:
+        q, k = k.rotate(q, None)
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 
@@ -215,7 +214,7 @@ def _whole_layer(
     """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
     call = Call(block.attention.scale, implementation)
 
-    def attend(q: Array, k: Any, v: Any) -> tuple[Array, Any]:
+    def attend(q: Array, k: NewKeys, v: Any) -> tuple[Array, Any]:
         attended = spec.attend_whole(q, k, v, positions, aux, call)
         return attended.o, attended.aux
 
@@ -244,7 +243,7 @@ def extend_layer(
     call = Call(block.attention.scale, implementation, all_heads, table)
     batch = len(end)
 
-    def attend(q: Array, k: Any, v: Array) -> tuple[Array, tuple[State, Any]]:
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
         q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
         attended = spec.attend(state, q, k, v, positions, end, aux, call)
         o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))

@@ -53,6 +53,7 @@ def self_attention(
     sinks: int = 0,
     window: int = 0,
     implementation: Implementation | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Compute causal attention within whole sequences.
 
@@ -67,6 +68,7 @@ def self_attention(
       sinks: number of sinks.
       window: size of the recent window, in tokens.
       implementation: see the module; None chooses.
+      block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
 
     Returns:
       The output, and the log-sum-exp of the scaled scores.
@@ -81,8 +83,10 @@ def self_attention(
     operands = partial(_whole_operands, R=R, Z=Z, near=near, sinks=sinks)
     options = {"sinks": sinks, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: kernel_refusal(prefill_refusal, operands, q, k, v, **options),
-        "cudnn": lambda: _cudnn_refusal(q, k, v, near),
+        "pallas": lambda: (
+            shift_refusal(block_scores) or kernel_refusal(prefill_refusal, operands, q, k, v, **options)
+        ),
+        "cudnn": lambda: shift_refusal(block_scores) or _cudnn_refusal(q, k, v, near),
     }
     match choose_implementation("self_attention", implementation, refusals):
         case "pallas":
@@ -92,7 +96,7 @@ def self_attention(
                 q, k, v, scale=scale, is_causal=True, implementation="cudnn", return_residual=True
             )
             return o, lse.swapaxes(1, 2)
-    return _xla_whole(q, k, v, R, Z, scale, sinks, window)
+    return _xla_whole(q, k, v, R, Z, scale, sinks, window, block_scores)
 
 
 def near_attention(
@@ -282,6 +286,11 @@ def _log_choice(kind: str, name: str, rejected: tuple[str, ...]) -> None:
     log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in rejected))
 
 
+def shift_refusal(block_scores: Array | None) -> str | None:
+    """Return why an implementation without block scores cannot serve a call, or None if it has none."""
+    return None if block_scores is None else "it does not add the block scores of shifted keys"
+
+
 def _needs_gpu(q: Array) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()!r}"
@@ -367,7 +376,15 @@ def cache_refusal(
 
 
 def _xla_whole(
-    q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int
+    q: Array,
+    k: Array,
+    v: Array,
+    R: int,
+    Z: int,
+    scale: float,
+    sinks: int,
+    window: int,
+    block_scores: Array | None,
 ) -> tuple[Array, Array]:
     B, T = q.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -386,7 +403,15 @@ def _xla_whole(
             jnp.concatenate([sink_positions, jnp.where(positions >= sinks, positions, -1)], 1),
         )
     return xla_attention(
-        q, k[..., :R], v[..., :Z], positions, scale=scale, near=near, sinks=sinks, window=window
+        q,
+        k[..., :R],
+        v[..., :Z],
+        positions,
+        scale=scale,
+        near=near,
+        sinks=sinks,
+        window=window,
+        block_scores=block_scores,
     )
 
 

@@ -1,8 +1,7 @@
 """Rotary embedding, and the basis of queries and keys applied after it (`post_rope`)."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,44 +9,9 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import TILE_TOKENS, post_rope, post_rope_refusal
 from zdc_jax.axes import Array
-from zdc_jax.config import RopeConfig
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.ops import attention
 from zdc_jax.ops.attention import Implementation
-
-
-class UnrotatedKeys(NamedTuple):
-    """Keys of new tokens before rotary embedding and basis, with the parameters of both.
-
-    Attributes:
-      keys: keys after bias and norm, [B, T, K, H].
-      positions: position of each token, [B, T].
-      frequencies: rotary frequencies, [H/2].
-      q_basis: basis of queries, [K, H, C], as in `rope_and_basis`.
-      k_basis: basis of keys, [K, H, C].
-      k_shift: shift of keys in the basis, [K, C], or None.
-    """
-
-    keys: Array
-    positions: Array
-    frequencies: np.ndarray | Array
-    q_basis: Array
-    k_basis: Array
-    k_shift: Array | None
-
-    def each(self, change: Callable[[Array], Array]) -> "UnrotatedKeys":
-        """Apply `change` to the arrays that have a token axis."""
-        return self._replace(keys=change(self.keys), positions=change(self.positions))
-
-    def rotate(
-        self, q: Float[Array, "B T N H"], implementation: Implementation | None
-    ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
-        """Return queries and keys after rotary embedding and basis."""
-        basis = self.q_basis, self.k_basis, self.k_shift
-        return rope_and_basis(q, self.keys, self.positions, self.frequencies, *basis, implementation)
-
-    def angles(self) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-        """Return cosines and sines of the rotary angles, in float32."""
-        return _rotary_angles(self.positions, self.frequencies)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.ndarray:
@@ -75,6 +39,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.
             stretch = rope.factor * ratio - (rope.factor - 1)
             return base * stretch ** -(np.arange(0, H, 2) / (H - 2))
     return base
+
+
+def layer_frequencies(spec: LayerSpec, config: ModelConfig) -> np.ndarray:
+    """Return the rotary frequencies of a layer, float64 [H/2]; zeros without rotary embedding."""
+    if spec.rope is None:
+        return np.zeros(config.head_dim // 2)
+    return rope_frequencies(spec.rope, config.head_dim, config.max_positions)
 
 
 def _blend(base: np.ndarray, factor: float, share: np.ndarray) -> np.ndarray:
@@ -130,17 +101,16 @@ def rope_and_basis(
     frequencies: Float[np.ndarray | Array, "H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
-    k_shift: Float[Array, "K C"] | None,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
-    """Compute RoPE(q) A_Q and RoPE(k) A_K (+ shift); query heads share the basis of their KV head.
+    """Compute RoPE(q) A_Q and RoPE(k) A_K; query heads share the basis of their KV head.
 
     With `implementation` `pallas` or None, the kernel serves the calls that it supports. XLA serves the
     others, with the same result.
     """
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
-    arrays, options = (q, k, positions, q_rotation, k_rotation, k_shift), {"qk_rank": C, "keep_tail": False}
+    arrays, options = (q, k, positions, q_rotation, k_rotation), {"qk_rank": C, "keep_tail": False}
 
     def refusal() -> str | None:
         return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
@@ -154,7 +124,7 @@ def rope_and_basis(
     groups = q.reshape(B, T, k.shape[2], -1, H)
     q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C).astype(q.dtype)
     k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation).astype(k.dtype)
-    return q, k if k_shift is None else k + k_shift
+    return q, k
 
 
 def _operands(
@@ -163,7 +133,6 @@ def _operands(
     positions: Array,
     q_rotation: Array,
     k_rotation: Array,
-    k_shift: Array | None,
     *,
     frequencies: np.ndarray | Array,
 ) -> dict[str, Any]:
@@ -172,14 +141,14 @@ def _operands(
     The kernel's tiles contain tokens of one sequence. Short sequences are joined into one to fill the tiles.
     """
     B, T = q.shape[:2]
-    cos, sin = _rotary_angles(positions, frequencies)
+    cos, sin = rotary_angles(positions, frequencies)
     by_token = {"q": q, "k": k, "angles_cos": cos, "angles_sin": sin}
     if T < TILE_TOKENS:
         by_token = {name: x.reshape(1, B * T, *x.shape[2:]) for name, x in by_token.items()}
-    return by_token | {"q_rotation": q_rotation, "k_rotation": k_rotation, "k_shift": k_shift}
+    return by_token | {"q_rotation": q_rotation, "k_rotation": k_rotation}
 
 
-def _rotary_angles(
+def rotary_angles(
     positions: Int[Array, "B T"], frequencies: Float[np.ndarray | Array, " h"]
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
     """Return cosines and sines of the rotary angles, in float32."""

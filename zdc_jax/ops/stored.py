@@ -40,8 +40,8 @@ from kernels_pallas import (
 )
 from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
-from zdc_jax.ops.attention import Implementation, choose_implementation
-from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.attention import Implementation, choose_implementation, shift_refusal
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
@@ -123,6 +123,7 @@ def stored_attention(
     window: int,
     implementation: Implementation | None = None,
     end: Int[Array, " B"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Attend to far keys that are not quantized; the kernels serve prefill chunks.
 
@@ -133,6 +134,7 @@ def stored_attention(
       positions: position of each query, consecutive within a sequence.
       scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
       end: length of each sequence; queries at or after it are padding, and their results are unspecified.
+      block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
 
     Returns:
       The output and its log-sum-exp; zeros and -inf for queries without far keys.
@@ -141,11 +143,11 @@ def stored_attention(
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     near: dict[str, Any] = {"sinks": sinks, "window": window}
-    refusal = partial(stored_attention_refusal, q, k, v, **near)
+    refusal = partial(stored_attention_refusal, q, k, v, block_scores=block_scores, **near)
     if takes_kernels("far prompt", implementation, refusal):
         rows = {"starts": positions[:, 0], "lengths": end}
         return prefill_attention(q, k, v, scale=scale, keys="far", **rows, **near)
-    return xla_attention(q, k, v, positions, scale=scale, near=None, **near)
+    return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
 
 def stored_attention_refusal(
@@ -155,8 +157,11 @@ def stored_attention_refusal(
     *,
     sinks: int,
     window: int,
+    block_scores: Array | None = None,
 ) -> str | None:
     """Return why `stored_attention` cannot run on the kernels, or None; keys and values may be shapes."""
+    if reason := shift_refusal(block_scores):
+        return reason
     if q.shape[1] == 1:
         return "it does not serve single queries of unquantized far keys"
     starts = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
@@ -174,6 +179,7 @@ def can_dequantize_far(
     dtype: DTypeLike,
     implementation: Implementation | None = None,
     table: Int[Array, "B pages"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> bool:
     """Return whether `stored_attention` runs on kernels that dequantize these planes first.
 
@@ -186,6 +192,7 @@ def can_dequantize_far(
       dtype: dtype of the dequantized values.
       implementation: requested implementation; None chooses.
       table: block table of a paged cache.
+      block_scores: those of `stored_attention`.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
@@ -196,7 +203,8 @@ def can_dequantize_far(
         jax.ShapeDtypeStruct((*rows_of(each[0].reach, table), sum(plane.width for plane in each)), dtype)
         for each in planes
     )
-    refusal = partial(stored_attention_refusal, q, k, v, sinks=sinks, window=window)
+    near: dict[str, Any] = {"sinks": sinks, "window": window}
+    refusal = partial(stored_attention_refusal, q, k, v, block_scores=block_scores, **near)
     if not takes_kernels("far prompt", implementation, refusal):
         return False
     row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
@@ -226,8 +234,11 @@ def coded_decode_refusal(
     *,
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> str | None:
     """Return why `coded_decode` cannot run, or None; `planes` are empty if a code is not supported."""
+    if reason := shift_refusal(block_scores):
+        return reason
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
@@ -247,6 +258,7 @@ def coded_decode(
     scale: float,
     slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> Parts:
     """Attend from each query to quantized far tokens with the kernel.
 
@@ -258,7 +270,9 @@ def coded_decode(
       scale: factor on the scores.
       slots: slots to attend to; None for all far slots.
       table: block table of a paged cache.
+      block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
     """
+    assert block_scores is None  # `coded_decode_refusal` says so.
     *keys, values = planes
     return coded_parts(
         _flat(q),
@@ -291,6 +305,7 @@ def coded_ring_decode(
     scale: float,
     sinks: int,
     window: int,
+    block_scores: Float[Array, "B 1 N blocks"] | None = None,
 ) -> Parts:
     """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
 
@@ -308,8 +323,11 @@ def choice_refusal(
     planes: Sequence[Plane],
     count: int,
     table: Int[Array, "B pages"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> str | None:
     """Return why `choose_by_index` cannot run, or None; `planes` has only the index, or is empty."""
+    if reason := shift_refusal(block_scores):
+        return reason
     if not planes:
         return NOT_INTEGERS
     (index,) = planes
@@ -333,6 +351,7 @@ def choose_by_index(
     sinks: int,
     window: int,
     table: Int[Array, "B pages"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> Int[Array, "B T K {count}"]:
     """Select the far slots of highest probability under the index, for each query, with the kernels.
 
@@ -398,7 +417,7 @@ def encode_with_kernel(
 
 def rotate_and_store(
     q: Float[Array, "B 1 N H"],
-    k: UnrotatedKeys,
+    k: NewKeys,
     v: Float[Array, "B 1 K Hv"],
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
@@ -411,7 +430,7 @@ def rotate_and_store(
 
     Args:
       q: queries.
-      k: keys, with the parameters of rotary embedding and basis.
+      k: keys that still need a turn.
       v: values.
       stored: stores of keys and of values, pools if there is a `table`; without planes if the kernels do not
         support a code.
@@ -428,15 +447,18 @@ def rotate_and_store(
     sinks, window = near
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
 
-    def prepare(q: Array, k: UnrotatedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
-        cos, sin = k.angles()
-        turning = Turning(cos[:, 0], sin[:, 0], k.q_basis, k.k_basis, k.k_shift)
-        return q[:, 0], k.keys[:, 0], v[:, 0], turning
+    turn = k.turn
+    assert turn is not None  # Otherwise nothing is left to apply.
+
+    def prepare(q: Array, keys: Array, v: Array) -> tuple[Array, Array, Array, Turning]:
+        cos, sin = turn.angles()
+        turning = Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
+        return q[:, 0], keys[:, 0], v[:, 0], turning
 
     def refusal() -> str | None:
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
-        queries, keys, values, turning = jax.eval_shape(prepare, q, k, v)
+        queries, keys, values, turning = jax.eval_shape(prepare, q, k.keys, v)
         row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         return device_refusal(q) or turn_and_store_refusal(
             queries, keys, values, turning, *stored, row, row, **options
@@ -446,5 +468,7 @@ def rotate_and_store(
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    queries, stored_k, stored_v = turn_and_store(*prepare(q, k, v), *stored, positions[:, 0], end, **options)
+    queries, stored_k, stored_v = turn_and_store(
+        *prepare(q, k.keys, v), *stored, positions[:, 0], end, **options
+    )
     return queries[:, None], stored_k, stored_v

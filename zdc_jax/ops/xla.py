@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from kernels_pallas import Segment
 from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.shift import of_slots
 
 _LOGITS_BYTES = {"cpu": 4 * 2**20, "gpu": 256 * 2**20}
 """Float32 logits of one block of queries, in bytes, by backend; other devices count as GPUs.
@@ -43,6 +44,7 @@ def xla_attention(
     near: NearKeys | None,
     sinks: Int[Array, ""] | int,
     window: int,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Compute attention in plain XLA, for any rank, dtype, device and near set.
 
@@ -58,6 +60,7 @@ def xla_attention(
         if near keys are attended to separately.
       sinks: number of sinks; without `near`, near keys are not attended to.
       window: size of the recent window.
+      block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
 
     Returns:
       The output, and the log-sum-exp of the scaled scores; zeros and -inf for a query without visible keys.
@@ -70,6 +73,8 @@ def xla_attention(
     # Padding repeats the last position: padded queries see keys and stay finite. They are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
+    if block_scores is not None:
+        block_scores = jnp.pad(block_scores, ((0, 0), (0, pad), (0, 0), (0, 0)))
     if near is not None:
         near = NearKeys(
             jnp.pad(near.k, ((0, 0), (0, 0), (0, pad), (0, 0))),
@@ -84,7 +89,8 @@ def xla_attention(
             return jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
 
         near_block = None if near is None else _near_block(near, start, past - window, window + block)
-        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
+        gains = None if block_scores is None else take(block_scores)
+        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window, gains)
 
     if block >= T:
         return run_block(jnp.int32(0))
@@ -110,7 +116,7 @@ def xla_segments(
         t, parts = positions[:, :, None], []
         for k, v, key_positions in segments:
             j = key_positions[:, None]
-            parts.append((k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
+            parts.append(_Part(k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
         return _attend(q, parts, scale)
 
     return in_query_blocks(run_block, block, q, positions)
@@ -123,13 +129,17 @@ def chosen_attention(
     visible: Bool[Array, "B K T S"],
     *,
     scale: float,
+    slots: Int[Array, "..."] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Attend to the keys marked visible for each KV head, with all logits in memory at once.
+
+    `block_scores` are those of `xla_attention`, for keys at positions `slots`, [S] or [B, K, S].
 
     Returns:
       The output and its log-sum-exp; zeros and -inf for a query without visible keys.
     """
-    return _attend(q, [(k, v, visible)], scale)
+    return _attend(q, [_Part(k, v, visible, slots)], scale, block_scores)
 
 
 def in_query_blocks(
@@ -204,48 +214,68 @@ def _xla_block(
     near: NearKeys | None,
     sinks: Array | int,
     window: int,
+    block_scores: Array | None,
 ) -> tuple[Array, Array]:
     S, R = k.shape[2:]
     t = positions[:, :, None]
     j = jnp.arange(S)
-    parts = [(k, v, ((j >= sinks) & (j <= t - window))[:, None])] if R else []
+    parts = [_Part(k, v, ((j >= sinks) & (j <= t - window))[:, None], j)] if R else []
     if near is not None:
         j = near.positions[:, None, :]
         visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
-        parts.append((near.k, near.v, visible[:, None]))
-    return _attend(q, parts, scale)
+        parts.append(_Part(near.k, near.v, visible[:, None], near.positions))
+    return _attend(q, parts, scale, block_scores)
 
 
-def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> tuple[Array, Array]:
-    """Compute one softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, K or 1, T, S].
+class _Part(NamedTuple):
+    """Keys that share a softmax with other parts.
+
+    Attributes:
+      k: keys, [B, K, S, R].
+      v: values, [B, K, S, Z].
+      visible: which queries see which keys, [B, K or 1, T, S].
+      slots: positions of the keys, [S], [B, S] or [B, K, S]; needed for block scores.
+    """
+
+    k: Array
+    v: Array
+    visible: Array
+    slots: Array | None = None
+
+
+def _attend(
+    q: Array, parts: list[_Part], scale: float, block_scores: Array | None = None
+) -> tuple[Array, Array]:
+    """Compute one softmax over parts.
 
     The output has the width of the widest values; the log-sum-exp comes with it.
     """
     B, T, N, _ = q.shape
-    K = parts[0][0].shape[1]
+    K = parts[0].k.shape[1]
     q = q.reshape(B, T, K, N // K, -1)
-    logits = [
-        jnp.where(
-            visible[:, :, None],
-            scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
-            jnp.finfo(jnp.float32).min,
-        )
-        for key, _, visible in parts
-    ]
+
+    def compute_logits(part: _Part) -> Array:
+        scores = scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : part.k.shape[-1]], part.k)
+        if block_scores is not None:
+            assert part.slots is not None
+            scores += of_slots(block_scores, part.slots, K)
+        return jnp.where(part.visible[:, :, None], scores, jnp.finfo(jnp.float32).min)
+
+    logits = [compute_logits(part) for part in parts]
     highest = jnp.stack([part.max(-1) for part in logits]).max(0)[..., None]
     weights = [
-        jnp.where(visible[:, :, None], jnp.exp(part - highest), 0.0)
-        for part, (_, _, visible) in zip(logits, parts, strict=True)
+        jnp.where(part.visible[:, :, None], jnp.exp(scores - highest), 0.0)
+        for scores, part in zip(logits, parts, strict=True)
     ]
     # The sum is at least 1, the share of the highest key, unless no key is visible.
     total = sum(part.sum(-1, keepdims=True) for part in weights)
     divisor = jnp.maximum(total, 1.0)
-    width = max(value.shape[-1] for _, value, _ in parts)
+    width = max(part.v.shape[-1] for part in parts)
     shares = [
-        einsum_f32("BKGTS,BKSZ->BTKGZ", (part / divisor).astype(value.dtype), value)
-        for part, (_, value, _) in zip(weights, parts, strict=True)
+        einsum_f32("BKGTS,BKSZ->BTKGZ", (weight / divisor).astype(part.v.dtype), part.v)
+        for weight, part in zip(weights, parts, strict=True)
     ]
     widened = [jnp.pad(share, [(0, 0)] * 4 + [(0, width - share.shape[-1])]) for share in shares]
     out = functools.reduce(jnp.add, widened)
     lse = (highest + jnp.log(total)).reshape(B, N, T)
-    return out.reshape(B, T, N, width).astype(parts[0][1].dtype), lse
+    return out.reshape(B, T, N, width).astype(parts[0].v.dtype), lse

@@ -33,6 +33,7 @@ from zdc_jax.cache.spec import State
 from zdc_jax.model.block import Block
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 from zdc_jax.parallel.attention import attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
@@ -138,7 +139,8 @@ def _leader_layer(
     def local(block: Block, x: Array, end: Array) -> tuple[Array, Array, PrefixRingState | None]:
         positions = positions_of(x)
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, PrefixRingState | None]]:
+        def attend(q: Array, new: NewKeys, v: Array) -> tuple[Array, tuple[Array, PrefixRingState | None]]:
+            k = new.keys
             exchanged, parts, state = None, [], None
             keys = FarKeys.of(q, v, cache, scale=block.attention.scale, implementation=implementation)
             if not keys.are_all:
@@ -225,9 +227,8 @@ def _member_layer(
     def local(block: Block, x: Array, end: Array, order: _ClassOrder) -> tuple[Array, MemberState | None]:
         positions, arrangement = positions_of(x), order.arrangement
 
-        def attend(
-            q: Array, k: tuple[Array, Array], v: tuple[Array, Array]
-        ) -> tuple[Array, MemberState | None]:
+        def attend(q: Array, new: NewKeys, v: tuple[Array, Array]) -> tuple[Array, MemberState | None]:
+            k = new.keys
             B, t = q.shape[:2]
             length = t * jax.lax.axis_size(SEQUENCE)
             keys = FarKeys(block.attention.scale, *spec.near.near(length), implementation)

@@ -21,6 +21,7 @@ from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import attend_to_fetched, fetch_near
 from zdc_jax.parallel.exchange import gather_head_groups, head_groups, kv_copies, scatter_head_groups
 from zdc_jax.parallel.far import FarKeys, Near
@@ -153,7 +154,8 @@ def _quantize(spec: CodedFar, k: Float[Array, "B t K Hq"], v: Float[Array, "B t 
     (B, t), local = k.shape[:2], spec.on_heads(k.shape[2])
     state = NearFarState(local.near.create(B, t), local.create_far(B, t))
     positions, end = jnp.broadcast_to(jnp.arange(t), (B, t)), jnp.full(B, t, jnp.int32)
-    return jax.tree.map(lambda x: x[:, :, :t].swapaxes(1, 2), local.write_far(state, k, v, positions, end))
+    far = local.write_far(state, NewKeys(k), v, positions, end)
+    return jax.tree.map(lambda x: x[:, :, :t].swapaxes(1, 2), far)
 
 
 def _arrange_by_slot(x: Shaped[Array, "B T k C"], like: jax.ShapeDtypeStruct) -> Shaped[Array, "B k S *rest"]:

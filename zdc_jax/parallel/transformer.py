@@ -29,6 +29,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.classes import check_classes, run_groups
 from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
@@ -426,15 +427,16 @@ def _prompt_layer(
         positions, formats = positions_of(x), _get_formats(block, spec, payload)
         options: Any = {"scale": block.attention.scale, "implementation": implementation, "formats": formats}
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[State | None, Any]]:
+        def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State | None, Any]]:
             keep: Callable[..., State]
+            keys = k.keys
             if isinstance(spec, CodedFar | CodedRing):
-                o, far, next_aux = coded_attention(q, k, v, end, aux, spec=spec, **options)
+                o, far, next_aux = coded_attention(q, keys, v, end, aux, spec=spec, **options)
                 keep = partial(coded_state, spec, far)
             else:
-                o, exchanged = sharded_attention(q, k, v, spec=spec, **options)
+                o, exchanged = sharded_attention(q, keys, v, spec=spec, **options)
                 keep, next_aux = partial(prompt_state, spec, exchanged, formats=formats), aux
-            return o, (None if capacity is None else keep(k, v, positions, end, capacity), next_aux)
+            return o, (None if capacity is None else keep(keys, v, positions, end, capacity), next_aux)
 
         block = whole_weights(block, weights)
         x, (state, next_aux) = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))

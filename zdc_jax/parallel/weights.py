@@ -27,7 +27,7 @@ _AXES = {
     "o": "N H D",
     "q_rotation": "K H R",
     "k_rotation": "K H R",
-    "k_shift": "K R",
+    "k_mean": "K H",
     "frequencies": "K R",
     "q_scale": "K R",
     "k_scale": "K R",

@@ -29,6 +29,7 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.prompt_cache import fit_slots
 
 
@@ -50,7 +51,7 @@ def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
 
 @partial(jax.jit, static_argnames=("spec", "slots"))
 def longer(
-    spec: PrefixRing, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array, slots: int
+    spec: PrefixRing, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array, slots: int
 ) -> PrefixRingState:
     """Return the cache to pass on, with this chunk's k, v [B, t, K, H] at `positions` [B, t].
 
@@ -180,7 +181,7 @@ def _embedded(embeddings: Embeddings, tokens: Array, positions: Array) -> Array:
 @partial(jax.jit, static_argnames="implementation")
 def _projected(
     block: Block, x: Array, positions: Array, implementation: Implementation | None
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, NewKeys, Array]:
     """Return q, k, v of one layer; jitted, so that equal layers are compiled once a device."""
     return block.projected(x, positions, implementation)
 
@@ -190,7 +191,7 @@ def _attended(
     block: Block,
     spec: PrefixRing,
     x: Array,
-    qkv: tuple[Array, Array, Array],
+    qkv: tuple[Array, NewKeys, Array],
     cache: PrefixRingState,
     positions: Array,
     end: Array,
@@ -202,7 +203,7 @@ def _attended(
     The cache is appended once more here, because attention needs the ring from before this chunk.
     """
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, None]:
         call = Call(block.attention.scale, implementation)
         done = spec.attend(with_slots(cache, slots), q, k, v, positions, end, None, call)
         return done.o, None

@@ -28,6 +28,7 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.exchange import kv_copies, moved
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh
 from zdc_jax.parallel.prompt_cache import fit_slots, with_new_empties
@@ -179,7 +180,8 @@ def chunk_layer(
     def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
         positions, _ = _places(x, partition)
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
+        def attend(q: Array, new: NewKeys, v: Array) -> tuple[Array, PrefixRingState]:
+            k = new.keys
             done = _attended(
                 q, k, v, end, spec, partition, capacity, Call(block.attention.scale, implementation)
             )
@@ -221,7 +223,7 @@ def _attended(
     """Attend with this device's queries to all chunks up to its own."""
     positions, stop = _places(q, partition)
     before = _received(spec, k, v, end, partition, capacity)
-    return spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
+    return spec.attend(before, q, NewKeys(k), v, positions, jnp.minimum(end, stop), None, call)
 
 
 def _received(

@@ -1,0 +1,148 @@
+"""The shift: a mean of keys that a cache leaves out, and that scores regain (ours).
+
+Keys before the rotary embedding have a mean m per KV head, in some models hundreds of times larger than the
+rest. After the embedding it is R(p)m, and quantizing it would cost all bits. So every key loses a mean key of
+its block of `BLOCK` positions, R(c)m with the block's center c. A query q then gains the same number q·R(c)m
+in all scores of a block, which costs one product per block instead of one per key.
+
+Within a block m turns by at most half of `BLOCK` positions. Coordinates of high frequency turn further, so
+their part of the best m is small (`damping`), and the keys keep that part.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+
+BLOCK = 64
+"""Consecutive positions that share a mean key; kernels read keys in blocks of as many."""
+CENTER = (BLOCK - 1) / 2
+"""Center of a block, in positions from its first."""
+
+
+def damping(frequencies: Float[np.ndarray, " h"]) -> Float[np.ndarray, " h"]:
+    """Return the mean of cos(dθ) over the distances d of a block's positions from its center, [H/2].
+
+    The best mean key of a block, for keys whose mean before the rotary embedding is m, is this times m.
+    """
+    distances = np.arange(BLOCK) - CENTER
+    return np.cos(distances[:, None] * frequencies).mean(0)
+
+
+def mean_keys(
+    mean: Float[np.ndarray, "*K H"], frequencies: Float[np.ndarray, " h"], blocks: int
+) -> Float[np.ndarray, "blocks *K H"]:
+    """Return the mean keys R(c)m of the first blocks in float64, after the rotary embedding."""
+    centers = np.arange(blocks) * BLOCK + CENTER
+    angles = np.multiply.outer(centers, frequencies).reshape(blocks, *(1,) * (mean.ndim - 1), -1)
+    first, second = np.split(mean, 2, axis=-1)
+    turned = (
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+    )
+    return np.concatenate(turned, axis=-1)
+
+
+def without_mean(
+    k: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    mean: Float[Array, "K H"],
+    frequencies: Float[np.ndarray, " h"],
+) -> Float[Array, "B T K H"]:
+    """Return float32 keys before the rotary embedding without the mean key of their block.
+
+    The rotary embedding turns R(c - p)m of a key at position p into R(c)m.
+    """
+    angles = np.multiply.outer(CENTER - np.arange(BLOCK), frequencies)
+    offset = positions % BLOCK
+    cos, sin = (jnp.asarray(x, jnp.float32)[offset][:, :, None] for x in (np.cos(angles), np.sin(angles)))
+    first, second = jnp.split(mean.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return k.astype(jnp.float32) - turned
+
+
+class ShiftedQueries(NamedTuple):
+    """Queries as the scores of blocks need them: products with the mean m, in float32.
+
+    Attributes:
+      products: for each pair of coordinates the real and the imaginary part of q·m̄, in the order of the
+        rotary embedding, [B, T, N, H].
+      positions: position of each query, [B, T].
+      frequencies: rotary frequencies, float64 [H/2].
+    """
+
+    products: Array
+    positions: Array
+    frequencies: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        mean: Float[Array, "K H"],
+        frequencies: Float[np.ndarray, " h"],
+    ) -> "ShiftedQueries":
+        """Create them from queries before the rotary embedding."""
+        m1, m2 = jnp.split(jnp.repeat(mean.astype(jnp.float32), q.shape[2] // len(mean), axis=0), 2, axis=-1)
+        q1, q2 = jnp.split(q.astype(jnp.float32), 2, axis=-1)
+        angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        a, b = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+        return cls(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), positions, frequencies)
+
+    def each(self, change: Callable[[Array], Array]) -> "ShiftedQueries":
+        """Apply `change` to the arrays that have a token axis."""
+        return self._replace(products=change(self.products), positions=change(self.positions))
+
+    def block_scores(self, slots: int, scale: float) -> Float[Array, "B T N blocks"]:
+        """Return what the scaled scores of keys gain in each block of positions below `slots`.
+
+        Scores are relative to the block of the query, since a constant of all keys does not change attention.
+        """
+        blocks = -(-slots // BLOCK)
+        waves = _waves(self.frequencies, blocks)
+        scores = scale * jnp.einsum(
+            "BTNH,bH->BTNb", self.products, waves, precision=jax.lax.Precision.HIGHEST
+        )
+        own = jnp.minimum(self.positions // BLOCK, blocks - 1)[..., None, None]
+        return scores - jnp.take_along_axis(scores, own, axis=-1)
+
+
+def _waves(frequencies: Float[np.ndarray, " h"], blocks: int) -> Float[Array, "blocks 2*h"]:
+    """Return [cos cθ, sin cθ] of the centers c of the first blocks, in float32.
+
+    Angles of far positions are sums of two angles whose sines were computed in float64: float32 angles would
+    be off by 0.008 at position 131,072.
+    """
+    inner = 64
+    coarse = np.multiply.outer(np.arange(-(-blocks // inner)) * (inner * BLOCK), frequencies)
+    fine = np.multiply.outer(np.arange(inner) * BLOCK + CENTER, frequencies)
+    (c1, s1), (c2, s2) = ([jnp.asarray(f(x), jnp.float32) for f in (np.cos, np.sin)] for x in (coarse, fine))
+    c1, s1 = c1[:, None], s1[:, None]
+    waves = jnp.concatenate([c1 * c2 - s1 * s2, s1 * c2 + c1 * s2], axis=-1)
+    return waves.reshape(-1, waves.shape[-1])[:blocks]
+
+
+def of_slots(
+    block_scores: Float[Array, "B T N blocks"], slots: Int[Array, "..."], num_kv_heads: int
+) -> Float[Array, "B K G T S"]:
+    """Return the block scores of single keys.
+
+    Args:
+      block_scores: result of `ShiftedQueries.block_scores`.
+      slots: positions of the keys: [S], [B, S] or [B, K, S]. Positions outside all blocks may have any score.
+      num_kv_heads: number of KV heads K.
+    """
+    B, T, _, blocks = block_scores.shape
+    by_head = block_scores.reshape(B, T, num_kv_heads, -1, blocks).transpose(0, 2, 3, 1, 4)
+    at = jnp.clip(slots // BLOCK, 0, blocks - 1)
+    if at.ndim == 1:
+        return by_head[..., at]
+    at = at[:, None, None, None] if at.ndim == 2 else at[:, :, None, None]
+    return jnp.take_along_axis(by_head, jnp.broadcast_to(at, (*by_head.shape[:-1], at.shape[-1])), axis=-1)

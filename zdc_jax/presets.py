@@ -1,0 +1,124 @@
+"""Named plans that need no search (`preset_plan`), and the judged plan of a converted folder."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from zdc_jax import methods
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import CalibrationError, PlanError
+from zdc_jax.fold import mean_of_bias
+from zdc_jax.plan import CompressionPlan
+
+logger = logging.getLogger("zdc_jax")
+
+Preset = Literal["8bit", "4bit", "3bit", "small", "none"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+
+PLAN_FILE = "plan.json"
+"""File of a converted folder that holds its judged plan."""
+WINDOW, SINKS = 128, 4
+"""Recent and first tokens that presets keep in 8 bits."""
+INDEX_SHARE = 4
+"""`3bit` keeps the first coordinates of keys, one of so many, in 5 bits, and the others in 2."""
+
+
+def resolve_plan(name: str | Path, path: str | Path) -> CompressionPlan | None:
+    """Return the plan that a name stands for: a preset, or the path of a JSON file.
+
+    Args:
+      name: preset or path; presets come first.
+      path: converted folder.
+
+    Returns:
+      The plan; None for `none`.
+
+    Raises:
+      PlanError: there is no such file, or the preset does not suit the model.
+      CalibrationError: the preset needs a calibration that the folder lacks.
+    """
+    if str(name) in PRESETS:
+        return preset_plan(str(name), Checkpoint.open(path))
+    if not Path(name).exists():
+        raise PlanError(
+            f"plan={str(name)!r}: no such file; give the file of a plan or one of {', '.join(PRESETS)}"
+        )
+    return CompressionPlan.load(name)
+
+
+def default_plan(path: str | Path) -> CompressionPlan | None:
+    """Return the judged plan of a converted folder, or None if it has none."""
+    if not (Path(path) / PLAN_FILE).exists():
+        return None
+    logger.warning("using the plan in %s; --plan none keeps 16 bits", Path(path) / PLAN_FILE)
+    return CompressionPlan.load(Path(path) / PLAN_FILE)
+
+
+def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
+    """Return the plan of a preset for a model.
+
+    - `8bit`: keys and values in 8 bits, without calibration.
+    - `4bit`: keys and values in 4 bits, in the calibrated basis if there is one.
+    - `3bit`: a quarter of the coordinates of keys in 5 bits and the others in 2, values in 3 bits, in the
+      calibrated basis.
+    - `small`: the judged plan that `zdc compress` stored in the folder.
+    - `none`: no plan.
+
+    All but the last two keep `WINDOW` recent tokens and `SINKS` first tokens in 8 bits. Their keys leave out
+    their mean (`zdc_jax.ops.shift`). Without calibration that mean is the bias of the keys.
+
+    Raises:
+      PlanError: the folder has no judged plan, or the preset would lose too much on this model.
+      CalibrationError: `3bit` without a calibration.
+    """
+    if name == "none":
+        return None
+    if name == "small":
+        plan = default_plan(checkpoint.path)
+        if plan is None:
+            raise PlanError(
+                f"plan='small': {checkpoint.path} has no judged plan; run `zdc compress` to make one, "
+                "or use plan='4bit'"
+            )
+        return plan
+    basis = _read_basis(checkpoint) if name != "8bit" else None
+    if name == "3bit" and basis is None:
+        raise CalibrationError(
+            f"plan='3bit': {checkpoint.path} is not calibrated; run `zdc calibrate {checkpoint.path} TEXT`, "
+            "or use plan='4bit'"
+        )
+    return _make_plan(name, checkpoint, basis)
+
+
+def _read_basis(checkpoint: Checkpoint) -> Basis | None:
+    folder = checkpoint.calibration_path / "basis"
+    return Basis.load(folder) if folder.exists() else None
+
+
+def _make_plan(name: str, checkpoint: Checkpoint, basis: Basis | None) -> CompressionPlan:
+    config, H = checkpoint.config, checkpoint.config.head_dim
+    index = H // INDEX_SHARE // 8 * 8
+    values: dict[str, dict[str, int]] = {
+        "8bit": {"bits_k": 8, "bits_v": 8},
+        "4bit": {"bits_k": 4, "bits_v": 4},
+        "3bit": {"index": index, "bits_index": 5, "bits_k": 2, "bits_v": 3},
+    }
+    settings = methods.settings_from_json("coded", {"bits_near": 8} | values[name])
+    plan = CompressionPlan.uniform(config, qk=H, v=H, window=WINDOW, sinks=SINKS)
+    plan = plan.for_model(checkpoint.fingerprint)
+    if basis is None:
+        plan = replace(plan, rotated=False, method="coded", settings=settings)
+        return plan.with_shift(_list_biased(checkpoint))
+    plan = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+    return replace(plan, method="coded", settings=settings).with_shift(basis.shifted)
+
+
+def _list_biased(checkpoint: Checkpoint) -> list[bool]:
+    """Return for each layer whether its keys have a bias that they can leave out."""
+    config = checkpoint.config
+    return [
+        spec.window is None and mean_of_bias(checkpoint.layer(index)["attention"], config, index) is not None
+        for index, spec in enumerate(config.layers)
+    ]
