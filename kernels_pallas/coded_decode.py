@@ -60,6 +60,7 @@ def coded_attention(
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
+    gains: Float[Array, "B N _"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
@@ -74,6 +75,8 @@ def coded_attention(
       scale: factor on the scores, 1/√H of the original head dimension.
       slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
       block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
+      gains: what scaled scores gain, float32: in each block of 64 slots, [B, N, S/64], or for each entry of
+        `slots`, [B, N, n].
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -84,9 +87,8 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    parts = coded_parts(
-        q, keys, values, begin, end, scale=scale, slots=slots, block_table=block_table, config=config
-    )
+    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains, "config": config}
+    parts = coded_parts(q, keys, values, begin, end, scale=scale, **given)
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
@@ -100,14 +102,17 @@ def coded_parts(
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
+    gains: Float[Array, "B N _"] | None = None,
     config: CodedConfig | None = None,
 ) -> Parts:
     """Compute `coded_attention` without merging the parts; errors are the same."""
-    check_coded(q, keys, values, begin, end, slots=slots, block_table=block_table, config=config)
+    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains}
+    check_coded(q, keys, values, begin, end, config=config, **given)
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
-    return _launch(q, planes, begin, end, slots, block_table, bits=bits, scale=scale, config=config)
+    arrays = q, planes, begin, end, slots, block_table, gains
+    return _launch(*arrays, bits=bits, scale=scale, config=config)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
@@ -118,6 +123,7 @@ def _launch(
     end: Array,
     slots: Array | None,
     block_table: Array | None,
+    gains: Array | None,
     *,
     bits: tuple[int, ...],
     scale: float,
@@ -137,12 +143,15 @@ def _launch(
         # Slot S is out of range, so padding is ignored.
         slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
         more = [slots.astype(jnp.int32).reshape(B, K, -1, BLOCK)]
+    if gains is not None:
+        more.append(_arrange_gains(gains, K, listed=slots is not None))
     g = _Geometry(
         K=K,
         S=S,
         page=0 if block_table is None else page,
         chosen=0 if slots is None else slots.shape[2],
-        columns=-(-G // 8) * 8,
+        columns=_columns_of(G),
+        gains=gains is not None,
         widths=widths,
         bits=bits,
         scale=scale,
@@ -203,6 +212,7 @@ class _Geometry(NamedTuple):
       page: slots per page; 0 without a block table.
       chosen: length of the list of slots; 0 without a list.
       columns: query heads per KV head, padded to eight or sixteen.
+      gains: whether scores have gains.
       widths: coordinates of each plane.
       bits: bits of each plane.
       scale: factor on the scores.
@@ -215,6 +225,7 @@ class _Geometry(NamedTuple):
     page: int
     chosen: int
     columns: int
+    gains: bool
     widths: tuple[int, ...]
     bits: tuple[int, ...]
     scale: float
@@ -242,6 +253,23 @@ def _queries(q: Array, g: _Geometry) -> Array:
     order = np.concatenate([at.start + g.order(plane) for plane, at in enumerate(g.key_columns)])
     groups = q[..., order].reshape(B, g.K, G, -1)
     return jnp.pad(groups, ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
+
+
+def _columns_of(G: int) -> int:
+    """Return the columns of the products for G query heads per KV head."""
+    return -(-G // 8) * 8
+
+
+def _arrange_gains(gains: Array, K: int, *, listed: bool) -> Array:
+    """Arrange gains [B, N, n] in base 2, [B, K, n, columns]; for listed slots [B, K, n/64, 64, columns].
+
+    Missing heads and slots are zeros.
+    """
+    B, N, n = gains.shape
+    columns = _columns_of(N // K) - N // K
+    by_key = (gains * LOG2_E).astype(jnp.float32).reshape(B, K, N // K, n).swapaxes(2, 3)
+    by_key = jnp.pad(by_key, ((0, 0), (0, 0), (0, -n % BLOCK if listed else 0), (0, columns)))
+    return by_key.reshape(B, K, -1, BLOCK, by_key.shape[-1]) if listed else by_key
 
 
 def _blocks(levels: Array) -> Array:
@@ -272,13 +300,14 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
             levels=[] if g.chosen else [plgpu.SMEM((g.stages, *_block_shape(P)), jnp.uint8) for P in sizes],
             reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in sizes],
             slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
+            gains=[plgpu.SMEM((g.stages, ALIGNED // 4), jnp.float32)] if g.gains and not g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
             o=plgpu.SMEM((Z, g.columns), jnp.float32),
             lse=plgpu.SMEM((g.columns,), jnp.float32),
             largest=plgpu.SMEM((1,), jnp.float32),
             q_ready=plgpu.Barrier(num_arrivals=planes - 1 + (g.chosen > 0)),
-            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes),
+            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes + (g.gains and not g.chosen)),
         ),
     )
 
@@ -290,6 +319,7 @@ class _Buffers(NamedTuple):
     levels: Any
     reach: Any
     slots: Any
+    gains: Any
     values: Any
     p: Any
     o: Any
@@ -312,12 +342,13 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     span = _Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
         plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
+    gains = more.pop().at[b, kv] if g.gains else None
     source: _Source
     if g.chosen:
         plgpu.copy_gmem_to_smem(more[0].at[b, kv], at.slots[0], at.q_ready)
-        source = _Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv))
+        source = _Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv), gains)
     else:
-        source = _Stream(g, at, span, sources, (b, kv), *more)
+        source = _Stream(g, at, span, sources, (b, kv), gains, *more)
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)
@@ -363,18 +394,20 @@ class _Block(NamedTuple):
       levels: function that returns the packed levels [keys, ·] of plane i.
       reach: function that returns the scales [keys] of plane i.
       visible: which slots are in range.
+      gains: what base-2 scores gain, [keys, columns], or None.
     """
 
     levels: Callable[[int], Array]
     reach: Callable[[int], Array]
     visible: Array
+    gains: Array | None
 
 
 @dataclass(frozen=True)
 class _Source:
     """Source of a part's blocks: planes in global memory, of one KV head of one sequence.
 
-    `table` is the block table of a paged cache.
+    `gains` are those of this head, or None. `table` is the block table of a paged cache.
     """
 
     g: _Geometry
@@ -382,6 +415,7 @@ class _Source:
     span: "_Span"
     sources: Any
     head: tuple[Any, Any]
+    gains: Any = None
     table: Any = None
 
     def begin(self) -> None:
@@ -419,7 +453,15 @@ class _Stream(_Source):
             lambda i: block_rows(at.levels[i].at[slot], BLOCK, self.g.widths[i], self.g.bits[i]),
             lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_ROW, optimized=False),
             self.span.counts(_rows(self.g) + step * BLOCK),
+            self._gains_at(slot),
         )
+
+    def _gains_at(self, slot: Array) -> Array | None:
+        if self.gains is None:
+            return None
+        columns, layout = self.g.columns, plgpu.Layout.WGMMA.reduce(0)
+        row = plgpu.load(self.at.gains[0].at[slot, pl.ds(0, columns)], layout=layout, optimized=False)
+        return _down(row, (BLOCK, columns))
 
     def ahead(self, step: Array, place: Array) -> None:
 
@@ -449,6 +491,9 @@ class _Stream(_Source):
                 for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
                     at = source.at[lead, self.head[1], place]
                     plgpu.copy_gmem_to_smem(at, buffer, self.at.ready.at[slot])
+                if self.gains is not None:
+                    buffer = self.at.gains[0].at[slot, pl.ds(0, self.g.columns)]
+                    plgpu.copy_gmem_to_smem(self.gains.at[step], buffer, self.at.ready.at[slot])
 
 
 class _Chosen(_Source):
@@ -463,7 +508,10 @@ class _Chosen(_Source):
         for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
             found.append(gathered_rows(store, there, C, bits))
         reach = [gathered_bytes(store, there) for store in stores[len(found) :]]
-        return _Block(found.__getitem__, reach.__getitem__, visible)
+        gains = None
+        if self.gains is not None:
+            gains = plgpu.load(self.gains.at[step], layout=plgpu.Layout.WGMMA, optimized=False)
+        return _Block(found.__getitem__, reach.__getitem__, visible, gains)
 
 
 def _rows(g: _Geometry) -> Array:
@@ -512,6 +560,8 @@ def _add_block(
         return _steps(block.reach(i), g.bits[i], shape)
 
     scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
+    if block.gains is not None:
+        scores = scores + block.gains
     _wait_for_all()
     at.values[...] = unpack(last)
     scores = jnp.where(block.visible, scores, -jnp.inf)

@@ -99,6 +99,7 @@ def check_coded(
     *,
     slots: Shaped | None = None,
     block_table: Shaped | None = None,
+    gains: Shaped | None = None,
     config: CodedConfig | None = None,
 ) -> None:
     """Check the arguments of `coded_attention`; errors are those it documents."""
@@ -125,6 +126,9 @@ def check_coded(
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
         common.check_integers(name, x, (B,), "B")
+    if gains is not None:
+        shape = (B, q.shape[1], S // BLOCK if slots is None else slots.shape[2])
+        common.check_shape("gains", gains, shape, "B, N, S/64, or B, N, n with slots")
     if slots is None:
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")

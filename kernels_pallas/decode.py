@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
-from kernels_pallas.decode_inputs import ROWS, DecodeConfig, Ring, check_decode
+from kernels_pallas.decode_inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode
 from kernels_pallas.parts import Parts, merged
 from kernels_pallas.tuning import measured
 
@@ -66,6 +66,7 @@ def decode_attention(
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
     positions: Int[Array, "B S"] | None = None,
+    block_scores: Float[Array, "B N blocks"] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Compute attention of each sequence's last token, at position lengths - 1, over all its positions.
@@ -87,6 +88,8 @@ def decode_attention(
       block_table: page of each `page size` positions; the page size is a multiple of 64.
       positions: position of each slot, in any order, if it differs from the slot (token classes). Slots with
         negative positions, or positions past the length, are ignored. Not with `ring` or `block_table`.
+      block_scores: what scaled scores gain in each block of 64 positions, float32, for every block with a
+        visible key. Not with `positions`.
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -108,6 +111,7 @@ def decode_attention(
         window=window,
         block_table=block_table,
         positions=positions,
+        block_scores=block_scores,
         config=config,
     )
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
@@ -126,6 +130,7 @@ def decode_parts(
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
     positions: Int[Array, "B S"] | None = None,
+    block_scores: Float[Array, "B N blocks"] | None = None,
     config: DecodeConfig | None = None,
 ) -> Parts:
     """Compute `decode_attention` without merging the parts; errors are the same."""
@@ -140,6 +145,7 @@ def decode_parts(
         window=window,
         block_table=block_table,
         positions=positions,
+        block_scores=block_scores,
         config=config,
     )
     B, N, H = q.shape
@@ -149,6 +155,8 @@ def decode_parts(
     if config is None:
         page, full = 0 if block_table is None else S, R if ring is None else H
         config = config_for(B * K, S * pages, R, Z, full, window=window, page=page)
+        if block_scores is not None:
+            config = replace(config, block=GAIN_BLOCK)
     far_parts, near_parts = config.splits if R else 0, 0 if ring is None else config.near_splits
     heads, pitch = _tile_heads(q, K, Z, HV - Z)
     g = _Geometry(
@@ -167,6 +175,7 @@ def decode_parts(
         near_parts=near_parts,
         paged=block_table is not None,
         positions=positions is not None,
+        gains=block_scores is not None,
         B=B,
         slots=S * pages,
     )
@@ -176,6 +185,9 @@ def decode_parts(
     if positions is not None:
         padding = (0, 0), (0, -S % config.block)
         operands.append(jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1))
+    if block_scores is not None:
+        rows = _tile_heads(block_scores * LOG2_E, K, Z, HV - Z)[0].swapaxes(1, 2)
+        operands.append(jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS))))
     partial, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
         out_type=[
@@ -230,6 +242,7 @@ class _Geometry(NamedTuple):
     near_parts: int
     paged: bool
     positions: bool
+    gains: bool
     B: int
     slots: int
 
@@ -282,12 +295,15 @@ def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) ->
 
 
 def _kernel(*refs: Any, g: _Geometry, config: DecodeConfig, dtype: Any) -> None:
+    *inputs, o_ref, lse_ref = refs
+    gains = inputs.pop() if g.gains else None
+    refs = *inputs, o_ref, lse_ref
     part = lax.axis_index("part")
     if not (g.far_parts and g.near_parts):
-        _Part(g, config, dtype, refs, part, near=g.near_parts > 0).run()
+        _Part(g, config, dtype, refs, part, gains, near=g.near_parts > 0).run()
         return
-    pl.when(part < g.far_parts)(_Part(g, config, dtype, refs, part, near=False).run)
-    pl.when(part >= g.far_parts)(_Part(g, config, dtype, refs, part, near=True).run)
+    pl.when(part < g.far_parts)(_Part(g, config, dtype, refs, part, gains, near=False).run)
+    pl.when(part >= g.far_parts)(_Part(g, config, dtype, refs, part, gains, near=True).run)
 
 
 class _Part(NamedTuple):
@@ -298,6 +314,7 @@ class _Part(NamedTuple):
     dtype: Any
     refs: Any
     part: Array
+    gains: Any
     near: bool
 
     def run(self) -> None:
@@ -353,8 +370,8 @@ class _Part(NamedTuple):
         def slot_of(step):
             return lax.rem(step - begin, jnp.int32(stages))
 
-        # Tiled copies begin at multiples of eight rows, so the tile may also contain other groups' heads.
-        q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.pitch, jnp.int32(8)) * 8, 8), ROWS)
+        # Tiled copies begin at multiples of eight rows.
+        q_rows = pl.ds(pl.multiple_of(self._first_row(kv), 8), ROWS)
         for buffer, column in zip(qs, _columns(g.R, g.H - g.R), strict=False):
             plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
 
@@ -432,6 +449,8 @@ class _Part(NamedTuple):
         else:
             held = plgpu.load(positions, layout=layout.reduce(0), optimized=False)
             j = lax.broadcast_in_dim(held, (ROWS, block), [1])
+        if self.gains is not None:
+            scores, factor = scores * factor + self._block_gains(what, scores.shape), 1.0
         scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
@@ -442,6 +461,18 @@ class _Part(NamedTuple):
 
         accs = tuple(add(scaled(acc, alpha), v) for acc, v in zip(accs, vs, strict=True))
         return accs, m_new, l * alpha + p.sum(axis=1)
+
+    def _block_gains(self, what: _Step, shape: tuple[int, ...]) -> Array:
+        """Return what base-2 scores of a block gain, one number per row."""
+        (b, kv), last = self._head(), jnp.int32(self.gains.shape[1] - 1)
+        rows = pl.ds(pl.multiple_of(self._first_row(kv), 8), ROWS)
+        source = self.gains.at[b, jnp.minimum(what.block, last), rows]
+        gains = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(gains, shape, [0])
+
+    def _first_row(self, kv: Array) -> Array:
+        """Return the first row of a KV head's tile of query heads, which may also contain other groups'."""
+        return lax.div(kv * self.g.pitch, jnp.int32(8)) * 8
 
     def _store(self, accs: Any, m: Array, l: Array, outs: Any, lse: Any) -> None:
         g, (b, kv) = self.g, self._head()

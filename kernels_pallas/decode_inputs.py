@@ -8,6 +8,8 @@ from jax import Array
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 
+GAIN_BLOCK = 64
+"""Consecutive positions of keys whose scores gain the same."""
 ROWS = 64
 """Rows of the tensor-core tile; the query heads of one KV head are some of them."""
 
@@ -61,6 +63,7 @@ def check_decode(
     window: int = 0,
     block_table: Shaped | None = None,
     positions: Shaped | None = None,
+    block_scores: Shaped | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Check the arguments of `decode_attention`; errors are those it documents."""
@@ -100,6 +103,12 @@ def check_decode(
         if ring is not None or block_table is not None:
             raise ValueError("positions: cannot be combined with a ring or a block_table")
         common.check_integers("positions", positions, (B, S), "B, S")
+    if block_scores is not None:
+        common.check_shape("block_scores", block_scores, (B, N, None), "B, N, blocks")
+        if positions is not None:
+            raise ValueError("block_scores: cannot be combined with positions")
+        if config is not None and config.block != GAIN_BLOCK:
+            raise ValueError(f"block={config.block}: must be {GAIN_BLOCK} with block_scores")
 
 
 def _check_ring(q: Shaped, k: Shaped, v: Shaped, ring: Ring, sinks: int, window: int) -> None:

@@ -34,9 +34,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import check_scale, tile_width, tiled
+from kernels_pallas.common import LOG2_E, check_scale, tile_width, tiled
 from kernels_pallas.prefill_consumer import attend
 from kernels_pallas.prefill_inputs import (
+    GAIN_BLOCK,
     ROWS,
     BlockLists,
     Keys,
@@ -100,6 +101,7 @@ def prefill_attention(
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     lists: BlockLists | None = None,
     blocks: tuple[int, int] = (128, 128),
+    block_scores: Float[Array, "B T N blocks"] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Compute attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
@@ -131,6 +133,9 @@ def prefill_attention(
       lists: blocks of keys that queries attend to, and no others. Only with `keys="all"`, without `trailing`
         and `positions`.
       blocks: (Q, P), queries per block of `lists`, a multiple of 64, and keys per block, 64 or 128.
+      block_scores: what scaled scores gain in each block of 64 positions of keys, float32 [B, T, N, blocks],
+        for every block with a visible key. `trailing.start` must then be a multiple of 64. Not with
+        `positions` or `lists`.
       config: tile sizes; None uses the measured or default ones. With lists, warpgroups · 64 must divide Q,
         and block_kv must be P.
 
@@ -157,6 +162,7 @@ def prefill_attention(
         positions=positions,
         lists=lists,
         blocks=blocks,
+        block_scores=block_scores,
         config=config,
     )
     B, T, N, H = q.shape
@@ -177,6 +183,8 @@ def prefill_attention(
     if lists is not None:
         config = config or listed_config(R, Z, blocks)
     config = config or config_for(R, Z, H, HV, page=page)
+    if block_scores is not None and config.block_kv > 2 * GAIN_BLOCK:
+        config = replace(config, block_kv=2 * GAIN_BLOCK, turns=min(config.turns, 2 * GAIN_BLOCK))
     g = Geometry(
         N=N,
         groups=N // K,
@@ -193,6 +201,7 @@ def prefill_attention(
         keys="near" if near_only else keys,
         two_ranks=two_ranks,
         positions=positions is not None,
+        gains=block_scores is not None,
         listed=blocks[0] if lists is not None else 0,
         together=_together(B * N, N // K, S * (R + Z)),
     )
@@ -202,6 +211,10 @@ def prefill_attention(
         operands += _bounds(positions, g.tiles, config)
     operands += [] if lists is None else list(lists)
     operands += [] if block_table is None else [block_table]
+    if block_scores is not None:
+        rows = g.tiles * config.warpgroups * ROWS
+        padded = jnp.pad(block_scores * LOG2_E, ((0, 0), (0, rows - T), (0, 0), (0, 0)))
+        operands.append(padded.transpose(0, 2, 3, 1))
     o, lse = _launch(g, config, operands)
     return o[:, :T], lse[..., :T]
 
@@ -271,6 +284,7 @@ def _launch(g: Geometry, config: PrefillConfig, operands: list[Array]) -> tuple[
 
 def _kernel(*refs: Any, g: Geometry, config: PrefillConfig, dtype: Any) -> None:
     scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
+    gains = tails.pop() if g.gains else None
     positions, bounds = (tails[:2], tails[2]) if g.positions else (None, None)
     table = tails.pop() if g.page else None
     lists, bounds = (tails[0], tails[1]) if g.listed else (None, bounds)
@@ -287,7 +301,7 @@ def _kernel(*refs: Any, g: Geometry, config: PrefillConfig, dtype: Any) -> None:
         @pl.when(wg < config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(160 if config.warpgroups == 3 else 232, action="increase")
-            attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype, positions)
+            attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype, positions, gains)
 
     pl.run_scoped(run, collective_axes="wg", **_scratch(g, config, dtype))
 

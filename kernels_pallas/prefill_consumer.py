@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from kernels_pallas import prefill_turns
 from kernels_pallas.common import LOG2_E, filled, scaled
-from kernels_pallas.prefill_inputs import ROWS, PrefillConfig
+from kernels_pallas.prefill_inputs import GAIN_BLOCK, ROWS, PrefillConfig
 from kernels_pallas.prefill_items import Geometry, Item
 from kernels_pallas.prefill_softmax import State, empty, lanes, raised, weights
 
@@ -26,6 +26,7 @@ def attend(
     lse_ref: Any,
     dtype: Any,
     positions: Any,
+    gains: Any,
 ) -> None:
     """Run one consumer warpgroup: its 64 queries against all blocks, then store the results."""
     rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
@@ -35,7 +36,7 @@ def attend(
         plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
     plgpu.barrier_wait(smem["q_ready"].at[wg])
     column = plgpu.Layout.WGMMA.reduce(1)
-    steps = Consumer(g, config, smem, item, wg, dtype, positions)
+    steps = Consumer(g, config, smem, item, wg, dtype, positions, gains)
     state = lax.cond(item.plain > 0, steps.plain, lambda state: state, empty(g.Z))
     if g.HV > g.Z:
         state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
@@ -68,6 +69,7 @@ class Consumer(NamedTuple):
     wg: Array
     dtype: Any
     positions: Any
+    gains: Any
 
     def plain(self, state: State) -> State:
         """Add all unmasked blocks, at least one."""
@@ -76,7 +78,7 @@ class Consumer(NamedTuple):
         if not self.config.overlap:
             return lax.fori_loop(0, self.item.plain, self._plain_step, state)
         last = self.item.plain - 1
-        carry = (state, self._scores(jnp.int32(0)))
+        carry = (state, self.scores(jnp.int32(0)))
         state, scores = lax.fori_loop(0, last, self._overlapped_step, carry)
         return self._add_block(last, state, scores)
 
@@ -147,6 +149,7 @@ class Consumer(NamedTuple):
                 scores = scores + jnp.where(near(t, j), _product(q_tail), 0.0)
         else:
             scores = _product((q, k), *([q_tail] if q_tail is not None else []))
+        scores = self.with_gains(scores, first_key)
         p, state = self._weighed(state, jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf))
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if state.tail is not None:
@@ -187,7 +190,7 @@ class Consumer(NamedTuple):
         return (first <= j) & (j <= last)
 
     def _plain_step(self, step: Array, state: State) -> State:
-        return self._add_block(step, state, self._scores(step))
+        return self._add_block(step, state, self.scores(step))
 
     def _overlapped_step(self, step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
         """Add the block whose scores are ready while the tensor cores compute the next block's scores.
@@ -206,33 +209,67 @@ class Consumer(NamedTuple):
             acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
             return state._replace(acc=acc), next_scores[...]
 
-        result = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
+        state, scores = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
         plgpu.barrier_arrive(self.smem["k_free"].at[ahead])
         plgpu.barrier_arrive(self.smem["v_free"].at[slot])
-        return result
+        return state, self.with_gains(scores, self._first_key(step + 1))
 
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.config.stages))
 
-    def _scores(self, step: Array) -> Array:
+    @property
+    def factor(self) -> float:
+        """Factor that turns results of `scores` into base-2 scores; scores with gains are in base 2."""
+        return self.g.scale * LOG2_E if self.gains is None else 1.0
+
+    def with_gains(self, scores: Array, first_key: Array) -> Array:
+        """Return products [ROWS, width] of keys from position `first_key` on with the gains of their blocks.
+
+        Gains are in base 2, and so is the result. Without gains the products are unchanged.
+        """
+        if self.gains is None:
+            return scores
+        b, head, rows = self.item.b, self.item.head, self._rows()
+        block, last = lax.div(first_key, jnp.int32(GAIN_BLOCK)), jnp.int32(self.gains.shape[2] - 1)
+        parts = []
+        for i in range(scores.shape[1] // GAIN_BLOCK):
+            source = self.gains.at[b, head, jnp.minimum(block + i, last), rows]
+            part = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            parts.append(lax.broadcast_in_dim(part, scores.shape, [0]))
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        gains = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            gains = jnp.where(column < i * GAIN_BLOCK, gains, part)
+        return scores * (self.g.scale * LOG2_E) + gains
+
+    def _rows(self) -> Any:
+        """Return the rows of this warpgroup's queries."""
+        return pl.ds(pl.multiple_of(self.item.row + self.wg * ROWS, 8), ROWS)
+
+    def _first_key(self, step: Array) -> Array:
+        """Return the position of the first key of an unmasked block."""
+        first = self.item.block(self.g, step) * self.config.block_kv
+        return first + self.item.base if self.g.keys == "near" else first
+
+    def scores(self, step: Array) -> Array:
+        """Return the scores of an unmasked block, which `factor` turns into base-2 scores."""
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["k_ready"].at[slot])
         scores = _product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
         plgpu.barrier_arrive(self.smem["k_free"].at[slot])
-        return scores
+        return self.with_gains(scores, self._first_key(step))
 
     def _weighed(self, state: State, scores: Array) -> tuple[Array, State]:
         """Return the weights of a block, and the state with their sums."""
-        factor = self.g.scale * LOG2_E
-        state = raised(state, scores, factor)
-        p = weights(state, scores, factor)
+        state = raised(state, scores, self.factor)
+        p = weights(state, scores, self.factor)
         return p, state._replace(l=sum(lanes(p), state.l))
 
     def _add_block(self, step: Array, state: State, scores: Array) -> State:
         p, state = self._weighed(state, scores)
-        return self._add_values(step, state, p.astype(self.dtype))
+        return self.add_values(step, state, p.astype(self.dtype))
 
-    def _add_values(self, step: Array, state: State, p: Array) -> State:
+    def add_values(self, step: Array, state: State, p: Array) -> State:
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["v_ready"].at[slot])
         acc = _accumulate(state.acc, p, self.smem["v"].at[slot])

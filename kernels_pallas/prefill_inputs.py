@@ -20,6 +20,8 @@ BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
 """Allowed numbers of keys per step."""
 LISTED = (SMALLEST_BLOCK, 128)
 """Allowed keys per block of a list; 256 per step do not fit into registers."""
+GAIN_BLOCK = 64
+"""Consecutive positions of keys whose scores gain the same."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
 """Alignment of `Trailing.start`, so that key blocks of every size begin at a row of the tail."""
 
@@ -137,6 +139,7 @@ def check_prefill(
     positions: tuple[Shaped, Shaped] | None = None,
     lists: BlockLists | None = None,
     blocks: tuple[int, int] = (128, 128),
+    block_scores: Shaped | None = None,
     config: PrefillConfig | None = None,
 ) -> None:
     """Check the arguments of `prefill_attention`; errors are those it documents."""
@@ -173,6 +176,12 @@ def check_prefill(
         if block_table is not None:
             raise ValueError("positions: cannot be combined with a block_table")
         _check_positions(q, k, positions, keys, trailing)
+    if block_scores is not None:
+        common.check_shape("block_scores", block_scores, (B, T, N, None), "B, T, N, blocks")
+        if positions is not None or lists is not None:
+            raise ValueError("block_scores: cannot be combined with positions or lists")
+        if config is not None and config.block_kv > 2 * GAIN_BLOCK:
+            raise ValueError(f"block_kv={config.block_kv}: must be at most 128 with block_scores")
     if lists is not None:
         if keys != "all" or trailing is not None or positions is not None:
             raise ValueError(

@@ -30,6 +30,7 @@ class Geometry(NamedTuple):
     keys: Literal["all", "near", "far"]
     two_ranks: bool
     positions: bool
+    gains: bool
     listed: int
     together: int
 

@@ -21,7 +21,6 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.common import LOG2_E
 from kernels_pallas.prefill_softmax import LANES, State, lanes, raised, weights
 
 _FIRST_BARRIER = 8
@@ -46,7 +45,7 @@ def attend(c: Any, state: State) -> State:
 
 def _step(c: Any, step: Array, state: State) -> State:
     """Add one block to the state; the maximum is raised, if necessary, before the turn."""
-    scores, factor = c._scores(step), c.g.scale * LOG2_E
+    scores, factor = c.scores(step), c.factor
     state = raised(state, scores, factor)
     state = state._replace(m=_take_turn(c, state.m))
     p, l = weights(state, scores, factor), state.l
@@ -54,7 +53,7 @@ def _step(c: Any, step: Array, state: State) -> State:
         l = l + part
         if i * LANES == c.config.turns:
             _hand_on(c, l)
-    return c._add_values(step, state._replace(l=l), p.astype(c.dtype))
+    return c.add_values(step, state._replace(l=l), p.astype(c.dtype))
 
 
 def _take_turn(c: Any, m: Array) -> Array:

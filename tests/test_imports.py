@@ -20,7 +20,7 @@ PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
 LOADING = (
     f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
-    "zdc_jax.loading"
+    "zdc_jax.presets zdc_jax.loading"
 )
 SERVING_ROOMS = (
     f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine zdc_jax.server zdc_jax.replicas"
@@ -42,6 +42,7 @@ ALLOWED = {
     "zdc_jax.checkpoint": f"{BASE} zdc_jax.model",
     "zdc_jax.parallel": f"{MODEL} zdc_jax.basis",
     "zdc_jax.fold": f"{MODEL} zdc_jax.basis zdc_jax.parallel",
+    "zdc_jax.presets": f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.fold",
     "zdc_jax.loading": LOADING,
     "zdc_jax.generation": LOADING,
     "zdc_jax.conversation.template": f"{BASE} zdc_jax.checkpoint",

@@ -190,6 +190,13 @@ class Case:
         self.values = coded(draw(values[0]), values[1])
         self.begin, self.end = np.array([0, 70, 9]), np.array([S, 150, 9])
         self.slots: np.ndarray | None = None
+        self.gains: np.ndarray | None = None
+
+    def gain(self) -> None:
+        """Let scores gain random numbers that decide most of attention, by block or by chosen slot."""
+        (B, N, _), S = self.q.shape, self.values.reach.shape[2]
+        n = S // 64 if self.slots is None else self.slots.shape[2]
+        self.gains = np.float32(4 * np.random.default_rng(7).normal(size=(B, N, n)))
 
     def choose(self, n: int, seed: int = 0) -> None:
         """Choose n slots of each KV head in random order, some of them invalid or outside of the span."""
@@ -209,6 +216,7 @@ class Case:
             *map(jnp.asarray, (self.begin, self.end)),
             scale=SCALE,
             slots=None if self.slots is None else jnp.asarray(self.slots),
+            gains=None if self.gains is None else jnp.asarray(self.gains),
             **options,
         )
         return np.asarray(o, np.float64), np.asarray(lse, np.float64)
@@ -223,10 +231,18 @@ class Case:
             if self.slots is not None:
                 seen = np.intersect1d(seen, self.slots[b, n // G])
             if len(seen):
-                scores = SCALE * k[b, n // G, seen] @ q[b, n]
+                scores = SCALE * k[b, n // G, seen] @ q[b, n] + self._gains_of(b, n, n // G, seen)
                 lse[b, n] = np.logaddexp.reduce(scores)
                 o[b, n] = np.exp(scores - lse[b, n]) @ v[b, n // G, seen]
         return o, lse
+
+    def _gains_of(self, b: int, n: int, kv: int, seen: np.ndarray) -> np.ndarray | float:
+        if self.gains is None:
+            return 0.0
+        if self.slots is None:
+            return self.gains[b, n, seen // 64]
+        entry = {slot: i for i, slot in enumerate(self.slots[b, kv])}
+        return self.gains[b, n, [entry[slot] for slot in seen]]
 
     def check(self, **options) -> None:
         """Assert that heads are exact up to rounding of weights to bfloat16, a few thousandths."""
@@ -276,6 +292,36 @@ def interpreted():
 @pytest.mark.matrix
 def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
+
+
+@pytest.mark.parametrize("chosen", [0, 100])
+def test_scores_have_gains(interpreted, chosen):
+    it = Case(*SHAPES[1], S=384)
+    if chosen:
+        it.choose(chosen)
+    it.gain()
+    it.check(config=CodedConfig(stages=2, splits=2))
+
+
+@pytest.mark.parametrize("page", [64, 192])
+@pytest.mark.full
+def test_gains_are_by_position_in_pages(interpreted, page):
+    it = Case(*SHAPES[1], S=384)
+    it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
+    it.gain()
+    it.check_pages(page, config=CodedConfig(stages=2, splits=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chosen", [0, 300])
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+def test_scores_have_gains_on_the_device(keys, values, heads, chosen):
+    it = Case(keys, values, heads, S=1024)
+    it.end[:] = 1024, 700, 9
+    if chosen:
+        it.choose(chosen)
+    it.gain()
+    it.check()
 
 
 @pytest.mark.full

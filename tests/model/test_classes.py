@@ -57,7 +57,7 @@ class Masked:
             seen = []
 
             def attend(q, k, v, widths=widths, seen=seen):
-                return self.attend(q, k, v, *widths, seen)
+                return self.attend(q, k.keys, v, *widths, seen)
 
             x, _ = block(x, positions, attend)
             if leads:

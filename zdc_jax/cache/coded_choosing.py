@@ -211,16 +211,15 @@ class CodedChoosing(CodedFar, Choosing):
 
     def _reads_on_kernels(self, far: FarTokens, q: Array, slots: Any, call: Call) -> bool:
         """Return whether kernels attend to the tokens in `slots`."""
-        refusal = partial(self._read_refusal, far, q, slots, call)
+        refusal = partial(self._read_refusal, far, q, slots)
         return takes_kernels("attention to chosen tokens", call.implementation, refusal)
 
-    def _read_refusal(self, far: FarTokens, q: Array, slots: Any, call: Call) -> str | None:
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str | None:
         """Return why kernels cannot attend to the tokens in `slots`, or None if they can."""
         if self.page > 1:
             return f"kernels read single tokens, not pages of {self.page}"
         pools, table = pools_of(far)
-        planes, gains = self._convert_planes(pools), call.block_scores
-        return coded_decode_refusal(q, planes, slots=slots, table=table, block_scores=gains)
+        return coded_decode_refusal(q, self._convert_planes(pools), slots=slots, table=table)
 
     def _count_queries_at_once(self, far: FarTokens, q: Array) -> int:
         """Return the number of queries per sequence that kernels process at once."""

@@ -107,13 +107,7 @@ class CodedRing(PrefixRing):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        refusal = partial(
-            coded_decode_refusal,
-            q,
-            planes,
-            slots=_shape_of_all_slots(planes),
-            block_scores=call.block_scores,
-        )
+        refusal = partial(coded_decode_refusal, q, planes, slots=_shape_of_all_slots(planes))
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 

@@ -117,7 +117,7 @@ class CodedStore(CodedFar):
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
         stored = kernel_planes(self._pair_codes(pools))
-        refusal = partial(coded_decode_refusal, q, stored, table=table, block_scores=call.block_scores)
+        refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
             return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
@@ -134,8 +134,7 @@ class CodedStore(CodedFar):
         (pools, table), q = pools_of(state.far), q[..., : self.R]
         if q.shape[1] > 1:
             return self._can_dequantize(pools, table, q, call)
-        planes, gains = kernel_planes(self._pair_codes(pools)), call.block_scores
-        refusal = partial(coded_decode_refusal, q, planes, table=table, block_scores=gains)
+        refusal = partial(coded_decode_refusal, q, kernel_planes(self._pair_codes(pools)), table=table)
         return takes_kernels("coded decode", call.implementation, refusal)
 
     def capacity(self, far: tuple[Coded, Coded]) -> int:
@@ -164,7 +163,6 @@ class CodedStore(CodedFar):
             dtype=self.dtype,
             implementation=call.implementation,
             table=table,
-            block_scores=call.block_scores,
         )
 
     def _convert_planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:

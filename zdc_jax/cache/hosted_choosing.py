@@ -120,7 +120,7 @@ class HostedChoosing(CodedChoosing):
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
 
-    def _read_refusal(self, far: FarTokens, q: Array, slots: Any, call: Call) -> str:
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str:
         """Return why kernels cannot read the store."""
         return ON_HOST
 

@@ -32,7 +32,6 @@ from zdc_jax.ops.attention import (
     cache_refusal,
     choose_implementation,
     self_attention,
-    shift_refusal,
 )
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
@@ -177,7 +176,7 @@ class PrefixRing(LayerCacheSpec):
         rings = (state.ring_k, state.ring_v) if near else None
         refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)
         refusals: dict[Implementation, Callable[[], str | None]] = {
-            "pallas": lambda: shift_refusal(call.block_scores) or refusal(q, k, stored_v, rings),
+            "pallas": lambda: refusal(q, k, stored_v, rings),
             "cudnn": lambda: "it does not read this cache",
         }
         kind = "decode" if q.shape[1] == 1 else "prefill"
@@ -397,6 +396,7 @@ def _run_decode[Result](
         sinks=sinks,
         window=window,
         block_table=table,
+        block_scores=None if block_scores is None else block_scores[:, 0],
     )
 
 
@@ -405,7 +405,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
 
     The kernel reads the ring as it was before the new tokens overwrote it.
     """
-    state, written, q, k, v, positions, end, scale, sinks, window, _ = step
+    state, written, q, k, v, positions, end, scale, sinks, window, block_scores = step
     trailing, start = None, positions[:, 0]
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
@@ -428,4 +428,5 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
         sinks=sinks,
         window=window,
         block_table=table,
+        block_scores=block_scores,
     )

@@ -83,14 +83,12 @@ def self_attention(
     operands = partial(_whole_operands, R=R, Z=Z, near=near, sinks=sinks)
     options = {"sinks": sinks, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: (
-            shift_refusal(block_scores) or kernel_refusal(prefill_refusal, operands, q, k, v, **options)
-        ),
+        "pallas": lambda: kernel_refusal(prefill_refusal, operands, q, k, v, **options),
         "cudnn": lambda: shift_refusal(block_scores) or _cudnn_refusal(q, k, v, near),
     }
     match choose_implementation("self_attention", implementation, refusals):
         case "pallas":
-            return prefill_attention(**operands(q, k, v), scale=scale, **options)
+            return prefill_attention(**operands(q, k, v), scale=scale, block_scores=block_scores, **options)
         case "cudnn":
             o, lse = jax.nn.dot_product_attention(
                 q, k, v, scale=scale, is_causal=True, implementation="cudnn", return_residual=True

@@ -42,6 +42,7 @@ from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation, shift_refusal
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.shift import BLOCK
 from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
@@ -143,9 +144,9 @@ def stored_attention(
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     near: dict[str, Any] = {"sinks": sinks, "window": window}
-    refusal = partial(stored_attention_refusal, q, k, v, block_scores=block_scores, **near)
+    refusal = partial(stored_attention_refusal, q, k, v, **near)
     if takes_kernels("far prompt", implementation, refusal):
-        rows = {"starts": positions[:, 0], "lengths": end}
+        rows: dict[str, Any] = {"starts": positions[:, 0], "lengths": end, "block_scores": block_scores}
         return prefill_attention(q, k, v, scale=scale, keys="far", **rows, **near)
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
@@ -157,11 +158,8 @@ def stored_attention_refusal(
     *,
     sinks: int,
     window: int,
-    block_scores: Array | None = None,
 ) -> str | None:
     """Return why `stored_attention` cannot run on the kernels, or None; keys and values may be shapes."""
-    if reason := shift_refusal(block_scores):
-        return reason
     if q.shape[1] == 1:
         return "it does not serve single queries of unquantized far keys"
     starts = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
@@ -179,7 +177,6 @@ def can_dequantize_far(
     dtype: DTypeLike,
     implementation: Implementation | None = None,
     table: Int[Array, "B pages"] | None = None,
-    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> bool:
     """Return whether `stored_attention` runs on kernels that dequantize these planes first.
 
@@ -192,7 +189,6 @@ def can_dequantize_far(
       dtype: dtype of the dequantized values.
       implementation: requested implementation; None chooses.
       table: block table of a paged cache.
-      block_scores: those of `stored_attention`.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
@@ -204,7 +200,7 @@ def can_dequantize_far(
         for each in planes
     )
     near: dict[str, Any] = {"sinks": sinks, "window": window}
-    refusal = partial(stored_attention_refusal, q, k, v, block_scores=block_scores, **near)
+    refusal = partial(stored_attention_refusal, q, k, v, **near)
     if not takes_kernels("far prompt", implementation, refusal):
         return False
     row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
@@ -234,11 +230,8 @@ def coded_decode_refusal(
     *,
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
-    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> str | None:
     """Return why `coded_decode` cannot run, or None; `planes` are empty if a code is not supported."""
-    if reason := shift_refusal(block_scores):
-        return reason
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
@@ -272,17 +265,31 @@ def coded_decode(
       table: block table of a paged cache.
       block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
     """
-    assert block_scores is None  # `coded_decode_refusal` says so.
     *keys, values = planes
+    listed = None if slots is None else _flat(slots)
+    gains = None if block_scores is None else _flat(block_scores)
+    if gains is not None and listed is not None:
+        gains = _gains_of(gains, listed)
     return coded_parts(
         _flat(q),
         keys,
         values,
         *far_span(positions, *near),
         scale=scale,
-        slots=None if slots is None else _flat(slots),
+        slots=listed,
         block_table=table_of_queries(positions, table),
+        gains=gains,
     )
+
+
+def _gains_of(
+    block_scores: Float[Array, "Q N blocks"], positions: Int[Array, "Q K n"]
+) -> Float[Array, "Q N n"]:
+    """Return the block scores of keys at `positions`; those outside all blocks may have any."""
+    (Q, N, blocks), K = block_scores.shape, positions.shape[1]
+    at = jnp.clip(positions // BLOCK, 0, blocks - 1)[:, :, None]
+    by_head = block_scores.reshape(Q, K, N // K, blocks)
+    return jnp.take_along_axis(by_head, at, axis=-1).reshape(Q, N, -1)
 
 
 def merge_parts(
@@ -309,13 +316,17 @@ def coded_ring_decode(
 ) -> Parts:
     """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
 
-    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`).
+    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), and `block_scores` those of
+    `coded_decode`.
     """
     keys, values = planes
     B, K, M = values.reach.shape
     stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
     slots = jnp.broadcast_to(jnp.where(stored == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
-    return coded_parts(q[:, 0], [keys], values, zero, zero + M, scale=scale, slots=slots)
+    gains = None
+    if block_scores is not None:
+        gains = _gains_of(block_scores[:, 0], jnp.broadcast_to(stored[:, None], (B, K, M)))
+    return coded_parts(q[:, 0], [keys], values, zero, zero + M, scale=scale, slots=slots, gains=gains)
 
 
 def choice_refusal(

@@ -390,14 +390,18 @@ def whole_layer(
     payload: Payload,
 ) -> Array:
     """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
-    attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
+    options: Any = {"scale": block.attention.scale, "spec": spec, "implementation": implementation}
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
         # Only `sharded_attention` accepts formats.
         formats = {} if payload == "native" else {"formats": _get_formats(block, spec, payload)}
+
+        def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
+            return attention(q, k.keys, v, **options, **formats)
+
         reduce = sum_over(mesh, BY_TOKEN)
-        return block(x, positions_of(x), partial(attend, **formats), implementation, reduce=reduce)[0]
+        return block(x, positions_of(x), attend, implementation, reduce=reduce)[0]
 
     in_specs = (weight_specs(block, BY_TOKEN, weights), layout("B T D"))
     return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)

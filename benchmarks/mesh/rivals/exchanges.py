@@ -25,6 +25,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation, self_attention
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import ShardedAttention, sharded_attention, widened
 from zdc_jax.parallel.exchange import gather_heads, moved, scatter_heads
 from zdc_jax.parallel.far import FarKeys, Near
@@ -293,7 +294,10 @@ def zigzag_layer(
     Raises:
       NotImplementedError: what `attention` raises.
     """
-    attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
+    options: Any = {"scale": block.attention.scale, "spec": spec, "implementation": implementation}
+
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
+        return attention(q, k.keys, v, **options)
 
     def local(block: Block, x: Array) -> Array:
         return block(x, _positions(x), attend, implementation, reduce=sum_over(mesh, BY_TOKEN))[0]
