@@ -19,6 +19,7 @@ from tyro.conf import Positional
 
 from convert.calibration.calibrate import FEW_TOKENS, CalibrationOptions, calibrate
 from convert.cli.chat import Chat
+from convert.cli.compress import Compress
 from convert.cli.demo import demo
 from convert.cli.errors import reword_for_flags
 from convert.cli.evaluate import Evaluate
@@ -312,9 +313,11 @@ class Demo:
 
 DESCRIPTION = """Compress the KV cache of a language model.
 
-Convert a model, calibrate it on text and make a plan; then generate, chat or serve with --plan.
+`zdc compress` does all at once: it converts a model, calibrates it, and chooses and judges a plan. The other
+commands are its steps, and those that use a model: generate, chat, serve.
 `zdc COMMAND --help` lists the flags of a command; `zdc --version` prints the version."""
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "compress": Compress,
     "convert": Convert,
     "calibrate": Calibrate,
     "plan": Plan,

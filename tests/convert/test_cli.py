@@ -378,6 +378,7 @@ def test_errors_say_how_to_calibrate(folder, tmp_path, capsys, flags):
 SAMPLING_FLAGS = "temperature top-k top-p seed"
 PLAN_FLAGS = "preset qk v budget max-score-error window sinks method set"
 FLAGS = {
+    "compress": "max-loss context minutes tokens documents seed texts overwrite",
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",

@@ -87,6 +87,16 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
         raise NotImplementedError(f"attention={name}: method={plan.method!r} needs sharded_attention")
 
 
+def check_whole_keys(plan: CompressionPlan) -> None:
+    """Raise `NotImplementedError` if a layer of the plan shifts its keys, which no exchange supports."""
+    for layer, ranks in enumerate(plan.layers):
+        if ranks.shift:
+            raise NotImplementedError(
+                f'layer {layer}: shift=true does not run on a mesh; remove "shift" from the plan\'s layers '
+                "and judge it again with `zdc evaluate`"
+            )
+
+
 NearInputs = tuple[Array, Array, Array, Array]
 """Near keys and values of one device's tokens with their halo, then keys and values of the sinks."""
 

@@ -30,7 +30,12 @@ from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
+from zdc_jax.parallel.attention import (
+    ShardedAttention,
+    check_attention,
+    check_whole_keys,
+    sharded_attention,
+)
 from zdc_jax.parallel.classes import check_classes, run_groups
 from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
 from zdc_jax.parallel.exchange import kv_copies
@@ -100,10 +105,11 @@ class ShardedTransformer(nnx.Module):
           MeshError: heads, feed-forward columns or (with `gathered`) the embedding dimension cannot be
             divided over this mesh. Raised before any layer is consumed.
           ValueError: `weights` or `payload` is unknown.
-          NotImplementedError: the method's caches cannot be divided by head after an exchange, or `float8` is
-            combined with quantized caches.
+          NotImplementedError: the plan shifts keys, the method's caches cannot be divided by head after an
+            exchange, or `float8` is combined with quantized caches.
         """
         check_payload(payload)
+        check_whole_keys(plan)
         if plan.method != "zdc":
             check_codes(plan, payload, degree(mesh, BY_HEAD))
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):

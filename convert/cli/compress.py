@@ -1,0 +1,72 @@
+"""`zdc compress`: one command from a checkpoint to a judged plan."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from convert.cli.flags import show_default
+from convert.compress import CompressOptions, Outcome, Row, compress
+
+
+@dataclass
+class Compress:
+    """Convert a model, calibrate it, choose a plan and judge it; then `zdc serve OUTPUT` uses the plan.
+
+    An interrupted command continues when it is run again with the same flags.
+
+    Attributes:
+      source: Hugging Face folder or GGUF file.
+      output: Folder to write.
+      texts: Text files or folders, best text like yours. The choice and the judgement read different thirds.
+      overwrite: Replace an existing output folder.
+    """
+
+    source: Annotated[Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    output: Annotated[Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    options: Annotated[CompressOptions, tyro.conf.arg(name="")] = field(default_factory=CompressOptions)
+    texts: Annotated[tuple[Path, ...], show_default("the documentation that Python ships")] = ()
+    overwrite: bool = False
+
+    def run(self, console: Console) -> None:
+        outcome = compress(
+            self.source, self.output, self.texts, self.options, overwrite=self.overwrite, watch=_say
+        )
+        _print_outcome(console, outcome, self)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> None:
+    table = Table(title=f"at {command.options.context:,} tokens")
+    for column in ("cache", "bytes", "tokens that fit", "perplexity", "KL", "worst task", "tokens/s"):
+        table.add_column(column, justify="left" if column == "cache" else "right")
+    for row in outcome.rows:
+        table.add_row(*_list_cells(row))
+    console.print(table)
+    if not outcome.within:
+        console.print(
+            f"no plan holds the limits ({command.options.max_loss:.1%} of perplexity, every task at 95 %); "
+            "the folder keeps the plan of 8 bits",
+            soft_wrap=True,
+        )
+    console.print(f"next: zdc serve {command.output}", soft_wrap=True, highlight=False)
+
+
+def _list_cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        f"{row.share:.1%}",
+        "unknown" if row.tokens_that_fit is None else f"{row.tokens_that_fit:,}",
+        f"{row.increase:+.2%}",
+        "" if row.kl is None else f"{row.kl:.4f}",
+        "" if row.worst is None else f"{row.worst:.3f}",
+        f"{row.tokens_per_second:,.0f}",
+    )
