@@ -90,7 +90,7 @@ class Row:
     Attributes:
       name: name of the plan, or `16 bits`.
       share: bytes of the cache, relative to 16 bits.
-      tokens_that_fit: tokens of context that fit into the memory that is free beside the weights.
+      tokens_that_fit: tokens of context that fit into the memory that the weights leave free.
       increase: relative increase of perplexity.
       kl: KL divergence from the unmodified model, in nats; None for that model.
       worst: smallest retention of a task that counts; None if none counts.
@@ -122,7 +122,7 @@ class Outcome:
 
 
 class _State:
-    """What a run has measured so far, in a file of the output."""
+    """Measurements of a run so far, in a file of the output."""
 
     def __init__(self, path: Path, run: dict[str, Any]):
         self.path, self.run, self.reports, self.is_done = path, run, dict[str, Any](), False

@@ -22,7 +22,7 @@ PLAN_FILE = "plan.json"
 WINDOW, SINKS = 128, 4
 """Recent and first tokens that presets keep in 8 bits."""
 INDEX_SHARE = 4
-"""`3bit` keeps the first coordinates of keys, one of so many, in 5 bits, and the others in 2."""
+"""`3bit` keeps the first coordinates of keys, one of four, in 5 bits, and the others in 2."""
 
 
 MOST_NOISE = 4.0

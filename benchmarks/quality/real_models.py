@@ -1,0 +1,189 @@
+"""Quality of presets and rivals on one real model, without any search.
+
+    python -m benchmarks.quality.real_models --model CONVERTED --texts heldout/ --context 8192
+
+`CONVERTED` is a calibrated folder. Rows are added to the JSON file, and those it already has are skipped, so
+that an interrupted run continues. A row has the bytes of the whole cache relative to 16 bits, the increase of
+perplexity, the KL divergence from the unmodified model, and each task with its retention.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, commit, environment
+from convert.calibration.make_basis import make_basis
+from convert.calibration.moments import Moments
+from zdc_jax import methods
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.evaluation.evaluate import ContextReport, Evaluation, prepare
+from zdc_jax.evaluation.text import read_documents
+from zdc_jax.files import whole_file
+from zdc_jax.loading import load, stored_basis
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size
+
+TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
+NEAR = {"window": WINDOW, "sinks": SINKS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benchmark.
+
+    Attributes:
+      model: converted and calibrated folder.
+      texts: text that neither calibration nor a search has read.
+      context: context length in tokens.
+      documents: text windows, and documents with questions.
+      plans: names of the plans; default all.
+      dtype: dtype of the plans and of the unmodified model.
+      seed: seed that chooses text and facts.
+      name: stem of the JSON file.
+    """
+
+    model: Path
+    texts: tuple[Path, ...]
+    context: int = 8192
+    documents: int = 16
+    plans: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
+    seed: int = 5
+    name: str = "real-models"
+    results: Path = RESULTS
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Plans of one model by name, each with a basis of its own or that of the folder (None)."""
+
+    checkpoint: Checkpoint
+
+    def list(self) -> dict[str, Callable[[], tuple[CompressionPlan, Basis | None]]]:
+        """Return a function for each plan, in the order of the table."""
+        three = {"bits_index": 5, "bits_k": 2, "bits_v": 3, "index": self._index}
+        four = {"bits_k": 4, "bits_v": 4}
+        return {
+            "preset 8bit": lambda: (self._coded({"bits_k": 8, "bits_v": 8}, calibrated=False), None),
+            "preset 4bit": lambda: (self._coded(four), None),
+            "preset 4bit, not calibrated": lambda: (self._coded(four, calibrated=False), None),
+            "preset 3bit": lambda: (self._coded(three), None),
+            "3bit, values in 2": lambda: (self._coded(three | {"bits_v": 2}), None),
+            "3bit without the shift": lambda: self._without_shift(three),
+            "rotated 4 bits without the shift": lambda: (self._uncalibrated("coded", four | _IN_8), None),
+            "int8": lambda: (self._uncalibrated("int8", {}, near=False), None),
+            "int8 with the shift": lambda: (self._shifted("int8", {}), None),
+            "fp8": lambda: (self._uncalibrated("fp8", {}, near=False), None),
+            "fp8 with the shift": lambda: (self._shifted("fp8", {}), None),
+            "turboquant 4": lambda: (self._uncalibrated("turboquant", {}, near=False), None),
+            "turboquant 4 with the shift": lambda: (self._shifted("turboquant", {}), None),
+            "kivi 4": lambda: (self._uncalibrated("kivi", {"bits": 4}), None),
+            "kivi 2": lambda: (self._uncalibrated("kivi", {"bits": 2}), None),
+        }
+
+    @property
+    def _index(self) -> int:
+        return index_size(self.checkpoint.config.head_dim)
+
+    def _coded(self, settings: dict[str, int], *, calibrated: bool = True) -> CompressionPlan:
+        basis = stored_basis(self.checkpoint) if calibrated else None
+        return coded_plan(self.checkpoint, basis, settings)
+
+    def _uncalibrated(self, method: str, settings: dict[str, int], *, near: bool = True) -> CompressionPlan:
+        config, H = self.checkpoint.config, self.checkpoint.config.head_dim
+        plan = CompressionPlan.uniform(config, qk=H, v=H, **(NEAR if near else {}))
+        chosen = methods.settings_from_json(method, settings)
+        return replace(plan, rotated=False, method=method, settings=chosen)
+
+    def _shifted(self, method: str, settings: dict[str, int]) -> CompressionPlan:
+        shifted = coded_plan(self.checkpoint, None, {}).layers
+        plan = self._uncalibrated(method, settings, near=False)
+        return plan.with_shift([ranks.shift for ranks in shifted])
+
+    def _without_shift(self, settings: dict[str, int]) -> tuple[CompressionPlan, Basis]:
+        """Return a plan on the basis that calibration makes for whole keys."""
+        checkpoint = self.checkpoint
+        moments = Moments.load(checkpoint.calibration_path / "moments")
+        outputs = [
+            np.asarray(checkpoint.layer(i)["attention"]["o"], np.float64)
+            for i in range(checkpoint.config.num_layers)
+        ]
+        plan = replace(self._coded(settings).with_shift(()), basis="")
+        return plan, make_basis(moments, outputs)
+
+
+_IN_8 = {"bits_near": 8}
+
+
+def main(options: Options) -> None:
+    """Measure the plans that the file lacks, and write it after each."""
+    checkpoint = Checkpoint.open(options.model)
+    full = CompressionPlan.full(checkpoint.config)
+    path = options.results / f"{options.name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    (material,) = prepare(
+        checkpoint.config,
+        checkpoint.tokenizer(),
+        full,
+        read_documents(options.texts),
+        tasks=TASKS,
+        contexts=(options.context,),
+        max_documents=options.documents,
+        seed=options.seed,
+    )
+    dense = load(options.model, dtype=options.dtype).network
+    assert isinstance(dense, Transformer)  # It was not loaded onto a mesh.
+    evaluation = Evaluation(dense, material, protocol="cached", batch=1)
+    makers = Plans(checkpoint).list()
+    for name in options.plans or makers:
+        if any((row["model"], row["plan"]) == (options.model.name, name) for row in stored["rows"]):
+            continue
+        began = time.monotonic()
+        plan, basis = makers[name]()
+        network = load(options.model, plan, basis=basis, dtype=options.dtype).network
+        assert isinstance(network, Transformer)
+        report = evaluation.evaluate(network)
+        share = plan.bytes(options.context) / full.bytes(options.context)
+        row = {"model": options.model.name, "method": plan.method, "plan": name} | describe(report)
+        own = {"bytes": share, "seconds": time.monotonic() - began, "commit": commit()}
+        stored["rows"].append(row | own | {"device": environment()["device"]})
+        with whole_file(path) as file:
+            file.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def describe(report: ContextReport) -> dict[str, Any]:
+    """Return the columns of a report: perplexity, divergence and tasks."""
+    perplexity = report.perplexity
+    assert perplexity is not None
+    return {
+        "protocol": "cached",
+        "context": report.context,
+        "windows": perplexity.windows,
+        "increase": perplexity.increase,
+        "interval": perplexity.interval,
+        "kl": perplexity.kl,
+        "top1": perplexity.top1,
+        "tasks": {
+            name: {
+                "score": task.score,
+                "dense": task.dense,
+                "retention": task.retention,
+                "interval": task.interval,
+                "documents": task.documents,
+                "counts": task.counts,
+            }
+            for name, task in report.tasks.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
