@@ -13,7 +13,6 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, PlanError
 from zdc_jax.loading import load
-from zdc_jax.parallel.attention import check_whole_keys
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {
@@ -102,10 +101,3 @@ def test_noise_is_the_variance_of_scores_of_random_keys(folder):
     found = np.einsum("nh,nh->n", q, noise) / H**0.5
     one = replace(basis, q_rms=basis.q_rms[:1, :1], k_rms=basis.k_rms[:1, :1])
     assert np.square(found).mean() == pytest.approx(presets.mean_noise(one), rel=0.1)
-
-
-def test_a_mesh_refuses_shifted_keys(folder):
-    path, _ = folder
-    plan = presets.preset_plan("8bit", Checkpoint.open(path))
-    with pytest.raises(NotImplementedError, match="layer 0: shift=true does not run on a mesh"):
-        check_whole_keys(plan)

@@ -373,9 +373,18 @@ class CompressionPlan:
                 "or pass the basis of the plan as basis="
             )
 
-    def for_model(self, fingerprint: str, basis: str = "") -> Self:
-        """Return the plan bound to a model, by fingerprint, and to a basis, by hash."""
-        return replace(self, fingerprint=fingerprint, basis=basis)
+    def for_model(self, fingerprint: str, basis: str = "", shifted: Sequence[bool] = ()) -> Self:
+        """Return the plan bound to a model, by fingerprint, and to a basis, by hash.
+
+        Layers shift their keys where `shifted` (`Basis.shifted`) says that the basis was made for it, unless
+        the plan's method stores whole keys.
+        """
+        bound = replace(self, fingerprint=fingerprint, basis=basis)
+        specs = self.layer_caches("bfloat16")
+        able = all(
+            "shift" in spec.clauses for spec, ranks in zip(specs, self.layers, strict=True) if ranks.qk
+        )
+        return bound.with_shift(shifted) if shifted and able else bound
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object with a format version."""

@@ -121,7 +121,7 @@ class Bench:
     def basis_kind(self) -> str:
         """Kinds of the basis of Q/K and of V/O, and whether keys and values are centred."""
         kinds = f"{self.basis.qk_kind}, {self.basis.vo_kind}"
-        return kinds if self.basis.key_mean is None else f"{kinds}, centred"
+        return kinds if self.basis.value_mean is None else f"{kinds}, centred"
 
     def material(self, context: int) -> Material:
         if context not in self.materials:
@@ -143,11 +143,14 @@ class Bench:
 
     def network(self, plan: CompressionPlan) -> Transformer:
         """Return a model with arrays of the plan's size; plans share equal weights on the device."""
+        if plan.rotated:
+            plan = plan.for_model(plan.fingerprint, plan.basis, self.basis.shifted)
         ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
         latent = plan.settings.latent_keys and tuple(ranks)
         rotations = [plan.rotations(i) for i in range(len(ranks))]
-        key = (plan.rotated, latent, *((*widths, *rotations) if plan.rotated else ()))
+        shifted = [each.shift for each in plan.layers]
+        key = (plan.rotated, latent, *((*widths, *rotations, *shifted) if plan.rotated else ()))
         if key not in self.layers:
             stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
             basis = self.basis if plan.rotated else None

@@ -217,7 +217,8 @@ def measured_profile(
     progress: bool = False,
 ) -> Profile:
     """Measure the profile of a model in a basis on `windows` [W, T]."""
-    network = load(checkpoint.path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
+    plan = whole_plan(checkpoint.config).for_model("", "", basis.shifted)
+    network = load(checkpoint.path, plan, basis=basis, dtype=dtype).network
     assert isinstance(network, Transformer)  # The model is not on a mesh.
     profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
     return replace(profile, basis=basis.coordinates_hash)

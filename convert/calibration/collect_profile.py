@@ -119,5 +119,6 @@ def _attend_with_cut(seen: Seen, ranks: LayerRanks, window: int) -> Array:
     cut: dict[str, Any] = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
     if (own := seen.attention.spec.window) is not None:
         cut = {"qk_rank": 0, "v_rank": 0, "window": own if ranks.qk else min(own, window)}
-    o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, implementation="xla", **cut)
+    cut |= {"block_scores": seen.block_scores, "implementation": "xla"}
+    o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, **cut)
     return o

@@ -141,7 +141,7 @@ def claim_folder(output: Path) -> None:
 def make_plan(checkpoint: Checkpoint, basis: Basis) -> CompressionPlan:
     """Return the plan that quantizes all coordinates of the calibrated basis, the same in every layer."""
     plan = keep_ranks(checkpoint.config, window=WINDOW, method="coded", settings=SETTINGS)
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def make_window_plan(config: ModelConfig, plan: CompressionPlan, context: int) -> CompressionPlan:

@@ -152,7 +152,8 @@ class PlanFlags:
         if any(each is not None for each in (self.qk, self.v, self.budget, self.max_score_error)):
             plan = self._build_from_ranks(path)
             assert plan is not None  # A choice of ranks is a plan.
-            return replace(plan, method=self.method, settings=settings)
+            plan = replace(plan.with_shift(()), method=self.method, settings=settings)
+            return _bind_to_basis(plan, Checkpoint.open(path))
         return self._keep_all_coordinates(Checkpoint.open(path), self.method, settings)
 
     def _keep_all_coordinates(
@@ -167,9 +168,7 @@ class PlanFlags:
             with contextlib.suppress(PlanError):
                 return replace(plan, rotated=False, method=method, settings=settings)
         plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
-        basis = stored_basis(checkpoint)
-        plan = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
-        return plan.with_shift(basis.shifted) if method == "coded" else plan
+        return _bind_to_basis(plan, checkpoint)
 
     def _parse_settings(self, method: str) -> MethodSettings:
         if method not in methods.names():
@@ -209,13 +208,20 @@ class PlanFlags:
         if not is_uniform and not self.window and not self.sinks:
             return None
         H = checkpoint.config.head_dim
-        return CompressionPlan.uniform(
+        plan = CompressionPlan.uniform(
             checkpoint.config,
             qk=H if self.qk is None else self.qk,
             v=H if self.v is None else self.v,
             window=self.window,
             sinks=self.sinks,
-        ).for_model(checkpoint.fingerprint)
+        )
+        return _bind_to_basis(plan, checkpoint)
+
+
+def _bind_to_basis(plan: CompressionPlan, checkpoint: Checkpoint) -> CompressionPlan:
+    """Return the plan bound to a model and to the basis in its folder."""
+    basis = stored_basis(checkpoint)
+    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 @dataclass(kw_only=True)

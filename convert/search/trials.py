@@ -161,7 +161,7 @@ class TrialBook:
 
     def bind(self, plan: CompressionPlan) -> CompressionPlan:
         """Return the plan bound to the measured model and basis."""
-        return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash)
+        return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash, self.basis.shifted)
 
     def share(self, plan: CompressionPlan) -> float:
         """Return the cache bytes of a sequence of the windows' length, as a share of the dense cache's.
@@ -208,21 +208,22 @@ class TrialBook:
             assert isinstance(network, Transformer)  # The model is not on a mesh.
             return network
         plan.check_model(self.config, self.checkpoint.fingerprint)
+        plan = self.bind(plan)
         return Transformer(self.config, plan, self.embeddings, self._prepare_layers(plan))
 
     def _prepare_layers(self, plan: CompressionPlan) -> Iterable[Any]:
         """Return the folded weights of all layers.
 
-        A layer with a window or sinks has unsliced weights, which depend on the plan's rotations alone. If
+        A layer with a window or sinks has unsliced weights, which depend on the plan's rotations and shift. If
         all layers are such, they are kept for further plans.
         """
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
             return prepared_layers(iter(self.layers), self.config, plan, self.basis, self.dtype)
         for index, layer in enumerate(self.layers):
-            rotations = plan.rotations(index)
-            if index not in self.prepared or self.prepared[index][0] != rotations:
+            form = plan.rotations(index), plan.layers[index].shift
+            if index not in self.prepared or self.prepared[index][0] != form:
                 weights = prepared_layer(index, layer, self.config, plan, self.basis, self.dtype)
-                self.prepared[index] = rotations, jax.device_put(weights)
+                self.prepared[index] = form, jax.device_put(weights)
         return [self.prepared[index][1] for index in range(len(self.layers))]
 
     def _compute_key(self) -> str:

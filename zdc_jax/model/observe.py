@@ -25,6 +25,7 @@ class Seen(NamedTuple):
       v: values, [B, T, K, H].
       o: output of attention, [B, T, N, H].
       lse: log-sum-exp of the scaled scores, [B, N, T].
+      block_scores: what scaled scores gain where the plan shifts keys, or None (`zdc_jax.ops.shift`).
       attention: the layer's attention module.
     """
 
@@ -34,6 +35,7 @@ class Seen(NamedTuple):
     v: Array
     o: Array
     lse: Array
+    block_scores: Array | None
     attention: Attention
 
 
@@ -71,6 +73,7 @@ def observe_layer(
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
         o, lse = block.attention.attend(q, k, v)
-        return o, tap(Seen(x, q, k.keys, v, o, lse, block.attention), *given)
+        scores = k.block_scores(q.shape[1], block.attention.scale)
+        return o, tap(Seen(x, q, k.keys, v, o, lse, scores, block.attention), *given)
 
     return block(x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), attend)

@@ -108,6 +108,7 @@ def near_attention(
     scale: float,
     window: int,
     implementation: Implementation | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Compute the near part of attention at full rank, for queries at positions start, start + 1, ….
 
@@ -119,7 +120,7 @@ def near_attention(
       sink_k: keys of positions 0 … P-1, counted once, as sinks.
       sink_v: values of the sinks.
       start: position of the first query.
-      scale, window, implementation: as in `self_attention`.
+      scale, window, implementation, block_scores: as in `self_attention`.
 
     Returns:
       The output and its log-sum-exp, to be merged with those of `far_attention` by
@@ -133,7 +134,10 @@ def near_attention(
     operands = partial(_near_operands, window=window)
     arrays, options = (q, k, v, sink_k, sink_v, start), {"sinks": P, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: kernel_refusal(prefill_refusal, operands, *arrays, **options),
+        # Keys begin at any position here, and kernels take block scores of whole blocks.
+        "pallas": lambda: (
+            shift_refusal(block_scores) or kernel_refusal(prefill_refusal, operands, *arrays, **options)
+        ),
         "cudnn": lambda: _cudnn_refusal(q, k, v, True),
     }
     if choose_implementation("near_attention", implementation, refusals) == "pallas":
@@ -148,7 +152,8 @@ def near_attention(
         jnp.concatenate([sink_v, v], 2),
         jnp.broadcast_to(key_positions, (B, *key_positions.shape)),
     )
-    return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, sinks=P, window=window)
+    given: dict[str, Any] = {"sinks": P, "window": window, "block_scores": block_scores}
+    return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, **given)
 
 
 def far_attention(
@@ -161,6 +166,7 @@ def far_attention(
     sinks: Int[Array, ""] | int,
     window: int,
     implementation: Implementation | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Compute the far part of attention, sinks ≤ j ≤ t - window, on truncated coordinates.
 
@@ -169,7 +175,7 @@ def far_attention(
       k: keys at positions 0 … S-1.
       v: values at positions 0 … S-1.
       start: position of the first query.
-      scale, window, implementation: as in `self_attention`.
+      scale, window, implementation, block_scores: as in `self_attention`.
       sinks: number of sinks; may be negative. If there are no sinks and no window, all keys j ≤ t are far.
 
     Returns:
@@ -192,10 +198,12 @@ def far_attention(
         "cudnn": lambda: "it cannot compute a part of attention",
     }
     if choose_implementation("far_attention", implementation, refusals) == "pallas":
-        return prefill_attention(**_far_operands(q, k, v, start), scale=scale, **options)
+        operands = _far_operands(q, k, v, start)
+        return prefill_attention(**operands, scale=scale, block_scores=block_scores, **options)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-    return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
+    given: dict[str, Any] = {"sinks": sinks, "window": window, "block_scores": block_scores}
+    return xla_attention(q, k, v, positions, scale=scale, near=None, **given)
 
 
 def segment_attention(

@@ -11,6 +11,7 @@ from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, near_attention
+from zdc_jax.ops.shift import ShiftedQueries
 from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
@@ -31,6 +32,7 @@ def sharded_attention(
     implementation: Implementation | None = None,
     far: FarAttention = ulysses,
     formats: Formats = NATIVE,
+    shift: ShiftedQueries | None = None,
 ) -> tuple[Float[Array, "B t N Hv"], Exchanged | None]:
     """Compute `self_attention` for one device's tokens inside `jax.shard_map`, with T along `sequence`.
 
@@ -48,6 +50,7 @@ def sharded_attention(
       implementation: of attention, see `zdc_jax.ops.attention`.
       far: exchange of queries and far keys between devices.
       formats: formats of the exchange, for `ulysses`.
+      shift: queries for the scores that keys without their mean lack, for `ulysses`; or None.
 
     Returns:
       The output, and far keys and values as they arrived, for a cache; None if `far` provides none.
@@ -55,7 +58,8 @@ def sharded_attention(
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
-    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation, formats=formats)
+    options: Any = {"scale": scale, "implementation": implementation, "formats": formats, "shift": shift}
+    keys = FarKeys.of(q, v, spec, **options)
 
     def cut(q: Array, k: Any, v: Array) -> tuple[Array, Any, Array]:
         return q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
@@ -83,18 +87,10 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
         raise NotImplementedError(f"{payload=}: not supported by attention={name}; use sharded_attention")
     if plan.classes is not None:
         raise NotImplementedError(f"attention={name}: token classes need sharded_attention")
+    if any(ranks.shift for ranks in plan.layers):
+        raise NotImplementedError(f"attention={name}: shifted keys need sharded_attention")
     if plan.method != "zdc":
         raise NotImplementedError(f"attention={name}: method={plan.method!r} needs sharded_attention")
-
-
-def check_whole_keys(plan: CompressionPlan) -> None:
-    """Raise `NotImplementedError` if a layer of the plan shifts its keys, which no exchange supports."""
-    for layer, ranks in enumerate(plan.layers):
-        if ranks.shift:
-            raise NotImplementedError(
-                f'layer {layer}: shift=true does not run on a mesh; remove "shift" from the plan\'s layers '
-                "and judge it again with `zdc evaluate`"
-            )
 
 
 NearInputs = tuple[Array, Array, Array, Array]
@@ -127,6 +123,9 @@ def attend_to_fetched(
     """Compute `attend_near` on keys and values that were already fetched."""
     start = jax.lax.axis_index(SEQUENCE) * q.shape[1]
     options: Any = {"scale": keys.scale, "window": keys.window, "implementation": keys.implementation}
+    if keys.shift is not None:
+        length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
+        options["block_scores"] = keys.shift.block_scores(length, keys.scale)
     return near_attention(q, *fetched, start, **options)
 
 

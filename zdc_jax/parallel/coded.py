@@ -6,6 +6,7 @@ twice, and a mesh returns what one device returns. Only q and o travel unquantiz
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,9 +23,10 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.shift import ShiftedQueries
 from zdc_jax.parallel.attention import attend_to_fetched, fetch_near
 from zdc_jax.parallel.exchange import gather_head_groups, head_groups, kv_copies, scatter_head_groups
-from zdc_jax.parallel.far import FarKeys, Near
+from zdc_jax.parallel.far import FarKeys, Near, block_scores_of
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import AS_IS, Formats, Payload
 from zdc_jax.parallel.prompt_cache import fit_slots, scatter_ring
@@ -75,6 +77,7 @@ def coded_attention(
     scale: float,
     implementation: Implementation | None,
     formats: Formats,
+    shift: ShiftedQueries | None = None,
 ) -> tuple[Float[Array, "B t N Hv"], State | None, Any]:
     """Attend from one device's tokens to all tokens, as `spec.attend` does; inside `jax.shard_map`.
 
@@ -90,6 +93,7 @@ def coded_attention(
       scale: factor on the scores.
       implementation: of attention; None chooses.
       formats: formats of q, o and the log-sum-exp.
+      shift: queries for the scores that keys without their mean lack, or None.
 
     Returns:
       The output; the store of all tokens of this device's heads, None if there is none; and what the layer
@@ -102,7 +106,7 @@ def coded_attention(
     sinks, window = ring.near(q.shape[1] * jax.lax.axis_size(SEQUENCE))
     near: Near | None = None
     if sinks or window:
-        keys = FarKeys(scale, sinks, window, implementation)
+        keys = FarKeys(scale, sinks, window, implementation, shift=shift)
         fetched = fetch_near(ring.as_read(k), ring.as_read(v), keys)
         # Fetch near keys first, as in `sharded_attention`.
         (q, k, v), fetched = jax.lax.optimization_barrier(((q, k, v), fetched))
@@ -111,7 +115,8 @@ def coded_attention(
         assert near is not None  # A ring always has near tokens.
         return near[0], None, aux
     call = Call(scale, implementation, end=end)
-    o, lse, far, aux = _attend_far(q[..., : spec.R], _quantize(spec, k, v), near, spec, call, aux, formats)
+    quantized = _quantize(spec, k, v)
+    o, lse, far, aux = _attend_far(q[..., : spec.R], quantized, near, spec, call, aux, formats, shift)
     if near is None:
         return o, far, aux
     assert lse is not None
@@ -126,6 +131,7 @@ def _attend_far(
     call: Call,
     aux: Any,
     formats: Formats,
+    shift: ShiftedQueries | None,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"] | None, State, Any]:
     """Compute far attention by all-to-alls, as `zdc_jax.parallel.far.ulysses`, on quantized keys and values.
 
@@ -137,13 +143,18 @@ def _attend_far(
     groups = 1 if spec.queries_apart else head_groups(leaves[0].shape[2], jax.lax.axis_size(SEQUENCE))
     sent, outputs, stores = [formats.q, *[AS_IS] * len(leaves)], [], []
     flat = [x.reshape(*x.shape[:3], math.prod(x.shape[3:])) for x in leaves]
-    for heads, *arrived in scatter_head_groups((q, *flat), SEQUENCE, sent, groups, overlapped=near):
+    products = [] if shift is None else [shift.products]
+    sent += [AS_IS] * len(products)
+    parts = (q, *flat, *products)
+    for heads, *arrived in scatter_head_groups(parts, SEQUENCE, sent, groups, overlapped=near):
+        scores = block_scores_of(shift, [arrived.pop() for _ in products], heads.shape[1], call.scale)
         (B, T), own = heads.shape[:2], spec.on_heads(arrived[0].shape[2])
         like = jax.tree.leaves(jax.eval_shape(lambda B=B, T=T, own=own: own.create_far(B, T)))
         slots = [_arrange_by_slot(x, leaf) for x, leaf in zip(arrived, like, strict=True)]
         stores.append(jax.tree.unflatten(tree, slots))
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        o, lse, aux = own.far_part(stores[-1], heads, None, positions, call, aux)
+        own_call = replace(call, block_scores=scores)
+        o, lse, aux = own.far_part(stores[-1], heads, None, positions, own_call, aux)
         outputs.append((o, None if near is None else lse))
     gathered, gathered_lse = gather_head_groups(outputs, SEQUENCE, formats.o, formats.lse)
     return gathered, gathered_lse, jax.tree.map(lambda *x: jnp.concatenate(x, 1), *stores), aux

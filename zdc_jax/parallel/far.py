@@ -4,9 +4,9 @@ A `FarAttention` such as `ulysses` takes one device's q [B, t, N, R], k [B, t, K
 returns o [B, t, N, Z] and, to merge with near attention, its log-sum-exp [B, N, t].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
+from zdc_jax.ops.shift import ShiftedQueries
 from zdc_jax.parallel.exchange import gather_head_groups, head_groups, scatter_head_groups
 from zdc_jax.parallel.mesh import SEQUENCE
-from zdc_jax.parallel.payload import NATIVE, Format, Formats
+from zdc_jax.parallel.payload import AS_IS, NATIVE, Format, Formats
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class FarKeys:
       formats: formats of the exchange.
       of_plan: whether the near set is the plan's. Otherwise near keys have as many coordinates as far keys,
         and their halo is sent in `formats.halo`.
+      shift: queries for the scores that keys without their mean lack, of the device's tokens; or None.
     """
 
     scale: float
@@ -39,6 +41,7 @@ class FarKeys:
     implementation: Implementation | None
     formats: Formats = NATIVE
     of_plan: bool = True
+    shift: ShiftedQueries | None = None
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class FarKeys:
         scale: float,
         implementation: Implementation | None,
         formats: Formats = NATIVE,
+        shift: ShiftedQueries | None = None,
     ) -> Self:
         """Create from the arrays of one device's tokens; inside `jax.shard_map`.
 
@@ -63,10 +67,11 @@ class FarKeys:
           scale: factor on the scores.
           implementation: of attention; None chooses.
           formats: formats of the exchange.
+          shift: as in the attributes.
         """
         length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
         of_plan, near = near_set(spec, formats, (q.shape[-1], v.shape[-1]), length)
-        return cls(scale, *near, implementation, formats, of_plan)
+        return cls(scale, *near, implementation, formats, of_plan, shift)
 
     @property
     def halo(self) -> tuple[Format, Format]:
@@ -78,19 +83,31 @@ class FarKeys:
         """Whether all keys are far."""
         return not (self.sinks or self.window)
 
-    def attend_to(self, q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
-        """Attend within all tokens of some heads.
+    @property
+    def sent(self) -> tuple[Array, ...]:
+        """Arrays by query head that travel with the queries: those of the shift, if there is one."""
+        return () if self.shift is None else (self.shift.products,)
+
+    def attend_to(self, q: Array, k: Array, v: Array, *sent: Array) -> tuple[Array, Array | None]:
+        """Attend within all tokens of some heads; `sent` are the arrays of `sent` as they arrived.
 
         Returns:
           The output, and its log-sum-exp if near keys are left out, else None.
         """
+        scores = block_scores_of(self.shift, sent, q.shape[1], self.scale)
         if self.are_all:
-            o, _ = self_attention(q, k, v, scale=self.scale, implementation=self.implementation)
-            return o, None
-        return self.attend(q, k, v)
+            options: dict[str, Any] = {"scale": self.scale, "implementation": self.implementation}
+            return self_attention(q, k, v, block_scores=scores, **options)[0], None
+        return self.attend(q, k, v, block_scores=scores)
 
     def attend(
-        self, q: Array, k: Array, v: Array, start: Array | int = 0, first: Array | int = 0
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array | int = 0,
+        first: Array | int = 0,
+        block_scores: Array | None = None,
     ) -> tuple[Array, Array]:
         """Compute `far_attention` of queries from position `start` on, to keys from position `first` on."""
         return far_attention(
@@ -102,7 +119,26 @@ class FarKeys:
             sinks=self.sinks and self.sinks - first,
             window=self.window,
             implementation=self.implementation,
+            block_scores=block_scores,
         )
+
+
+def block_scores_of(
+    shift: ShiftedQueries | None, sent: Sequence[Array], length: int, scale: float
+) -> Array | None:
+    """Return the block scores of all queries of some heads, whose products with the mean were exchanged.
+
+    Args:
+      shift: shift of the device's own tokens, or None.
+      sent: products [B, T, n, H] of all tokens as they arrived; empty without a shift.
+      length: number of tokens T.
+      scale: factor on the scores.
+    """
+    if shift is None:
+        return None
+    (products,) = sent
+    positions = jnp.broadcast_to(jnp.arange(length), products.shape[:2])
+    return shift._replace(products=products, positions=positions).block_scores(length, scale)
 
 
 def near_set(
@@ -147,9 +183,13 @@ def ulysses(
     """
     formats, groups = keys.formats, head_groups(k.shape[2], jax.lax.axis_size(SEQUENCE))
     arrived = scatter_head_groups(
-        (q, k, v), SEQUENCE, (formats.q, formats.k, formats.v), groups, overlapped=near
+        (q, k, v, *keys.sent),
+        SEQUENCE,
+        (formats.q, formats.k, formats.v, *[AS_IS] * len(keys.sent)),
+        groups,
+        overlapped=near,
     )
     attended = [keys.attend_to(*qkv) for qkv in arrived]
     o, lse = gather_head_groups(attended, SEQUENCE, formats.o, formats.lse)
-    k, v = (jnp.concatenate(each, 2) for each in zip(*(kv for _, *kv in arrived), strict=True))
+    k, v = (jnp.concatenate(each, 2) for each in zip(*(each[1:3] for each in arrived), strict=True))
     return o, lse, (k, v)

@@ -86,7 +86,7 @@ def layer_bytes(
     """Compute `prefill_bytes` of one layer and one sequence; `near` is sinks and window.
 
     Let K' = K · copies (`kv_copies`) and t = ⌈T/U⌉. Far attention sends N R + K' (R + Z) coordinates, and N Z
-    on the way back, for each of t tokens, times (U-1)/U. A near set adds the log-sum-exp on the way back, and
+    on the way back, for each of t tokens, times (U-1)/U. Shifted keys add N H numbers in float32. A near set adds the log-sum-exp on the way back, and
     `near_bytes`. A coordinate has `itemsize` bytes, a far one in other payloads fewer (`row_bytes`).
 
     With `coded`, a layer without a near set gets one (`payload.NEAR`), at the rank of far tokens.
@@ -97,7 +97,7 @@ def layer_bytes(
     def sent(kind: Kind, width: int) -> int:
         return row_bytes(kind, width, payload, itemsize)
 
-    query_bytes = sent("q", ranks.qk) + sent("o", ranks.v)
+    query_bytes = sent("q", ranks.qk) + sent("o", ranks.v) + _shift_bytes(config, ranks)
     key_bytes = sent("k", ranks.qk) + sent("v", ranks.v)
     far = t * (U - 1) * (N * query_bytes + K * kv_copies(K, U) * key_bytes) // U
     lse = t * (U - 1) * N * lse_bytes(payload) // U if ranks.qk else 0
@@ -109,6 +109,11 @@ def layer_bytes(
     halo = sum(block_bytes(halo_blocks(width)) for width in (ranks.qk, ranks.v))
     first = 2 * (U - 1) * min(sinks, U * t) * K * (ranks.qk + ranks.v) * itemsize // U
     return far + lse + sum(halo_rows(min(window, U * t), t, U)) * K * halo + first
+
+
+def _shift_bytes(config: ModelConfig, ranks: LayerRanks) -> int:
+    """Return the bytes that shifted keys add to each query, for models with a rotary embedding."""
+    return 4 * config.head_dim if ranks.shift else 0
 
 
 def _coded_bytes(
@@ -131,7 +136,7 @@ def _coded_bytes(
     if not ranks.qk:
         return near_total
     query_bytes = row_bytes("q", ranks.qk, payload, itemsize) + row_bytes("o", ranks.v, payload, itemsize)
-    query_bytes += lse_bytes(payload) if any(near) else 0
+    query_bytes += (lse_bytes(payload) if any(near) else 0) + _shift_bytes(config, ranks)
     key_bytes = stored_bytes(plan.layer_caches(config.dtype)[layer])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, U)
     return t * (U - 1) * (N * query_bytes + heads * key_bytes) // U + near_total

@@ -33,7 +33,6 @@ from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import (
     ShardedAttention,
     check_attention,
-    check_whole_keys,
     sharded_attention,
 )
 from zdc_jax.parallel.classes import check_classes, run_groups
@@ -105,11 +104,10 @@ class ShardedTransformer(nnx.Module):
           MeshError: heads, feed-forward columns or (with `gathered`) the embedding dimension cannot be
             divided over this mesh. Raised before any layer is consumed.
           ValueError: `weights` or `payload` is unknown.
-          NotImplementedError: the plan shifts keys, the method's caches cannot be divided by head after an
-            exchange, or `float8` is combined with quantized caches.
+          NotImplementedError: the method's caches cannot be divided by head after an exchange, or `float8` is
+            combined with quantized caches.
         """
         check_payload(payload)
-        check_whole_keys(plan)
         if plan.method != "zdc":
             check_codes(plan, payload, degree(mesh, BY_HEAD))
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
@@ -404,7 +402,8 @@ def whole_layer(
         formats = {} if payload == "native" else {"formats": _get_formats(block, spec, payload)}
 
         def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
-            return attention(q, k.keys, v, **options, **formats)
+            shift = {} if k.shift is None else {"shift": k.shift}  # Only `sharded_attention` accepts it.
+            return attention(q, k.keys, v, **options, **formats, **shift)
 
         reduce = sum_over(mesh, BY_TOKEN)
         return block(x, positions_of(x), attend, implementation, reduce=reduce)[0]
@@ -441,10 +440,10 @@ def _prompt_layer(
             keep: Callable[..., State]
             keys = k.keys
             if isinstance(spec, CodedFar | CodedRing):
-                o, far, next_aux = coded_attention(q, keys, v, end, aux, spec=spec, **options)
+                o, far, next_aux = coded_attention(q, keys, v, end, aux, spec=spec, shift=k.shift, **options)
                 keep = partial(coded_state, spec, far)
             else:
-                o, exchanged = sharded_attention(q, keys, v, spec=spec, **options)
+                o, exchanged = sharded_attention(q, keys, v, spec=spec, shift=k.shift, **options)
                 keep, next_aux = partial(prompt_state, spec, exchanged, formats=formats), aux
             return o, (None if capacity is None else keep(keys, v, positions, end, capacity), next_aux)
 

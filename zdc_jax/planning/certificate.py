@@ -87,7 +87,8 @@ def plan_from_error(
     qk = least_ranks(basis.qk_error, limits["max_score_error"], allowed)
     v = least_ranks(basis.vo_error, limits["max_value_error"], allowed)
     layers = tuple(LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True))
-    return CompressionPlan(layers, K, H, sinks, window).for_model(basis.fingerprint, basis.coordinates_hash)
+    plan = CompressionPlan(layers, K, H, sinks, window)
+    return plan.for_model(basis.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def least_ranks(errors: np.ndarray, limit: float, allowed: np.ndarray) -> np.ndarray:

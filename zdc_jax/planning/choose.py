@@ -114,7 +114,11 @@ def choose_plan(
     windows = _read_windows(checkpoint, basis.context_length, check_text)
     # Each plan is loaded from the folder, so that the host never holds all weights in memory.
     load_dense = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
-    load_plan = partial(load_dense, basis=basis, payload=payload)
+
+    def load_plan(plan: CompressionPlan) -> LanguageModel:
+        bound = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
+        return load_dense(plan=bound, basis=basis, payload=payload)
+
     measure = _make_measure(load_dense, load_plan, windows)
     forecast = (
         coded_forecast(checkpoint.config, profile, basis)
@@ -129,7 +133,7 @@ def choose_plan(
             stacklevel=2,
         )
         return None
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
@@ -153,7 +157,7 @@ def _predict_plan(
         "pass check_text= to measure plans",
         stacklevel=3,
     )
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def _read_windows(

@@ -57,7 +57,7 @@ def plan_from_spectrum(
     v = _greedy_ranks(basis.vo_spectrum, v_total, open_layers)
     ranks = _merge_ranks([LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True)])
     plan = CompressionPlan(ranks, num_kv_heads, head_dim, sinks, window)
-    return plan.for_model(basis.fingerprint, basis.coordinates_hash)
+    return plan.for_model(basis.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def _greedy_ranks(spectrum: np.ndarray, total: int, open_layers: np.ndarray) -> np.ndarray:

@@ -34,6 +34,9 @@ PLANS = {
     "fp8": ("fp8", (FULL,), (fp8.Settings(),), NEAR),
     "turboquant": ("turboquant", (FULL,), (turboquant.Settings(),), LONG),
     "int8": ("int8", (FULL,), (int8.Settings(),), {}),
+    "shifted, all of an index": ("coded", (replace(FULL, shift=True),), (WHOLE,), NEAR),
+    "shifted, chosen": ("coded", (replace(FULL, shift=True),), (CHOOSING,), NEAR),
+    "shifted, int8": ("int8", (replace(FULL, shift=True),), (int8.Settings(),), {}),
 }
 
 
@@ -86,6 +89,9 @@ CASES = [
     ("int8", "K < U", "data=2,sequence=2,model=2"),
     ("fp8", "GQA", "sequence=2"),
     ("turboquant", "MHA", "sequence=2,model=2"),
+    ("shifted, all of an index", "GQA", "sequence=4"),
+    ("shifted, chosen", "GQA", "sequence=2"),
+    ("shifted, int8", "K < U", "data=2,sequence=2,model=2"),
 ]
 
 
@@ -94,6 +100,7 @@ CASES = [
     "int8-K < U-data=2,sequence=2,model=2",
     "a ring alone, a long window-K < U-sequence=4",
     "fp8-GQA-sequence=2",
+    "shifted, all of an index-GQA-sequence=4",
 )
 def test_as_on_one_device(name, heads, mesh):
     """Prompts of two lengths, tokens behind them; what a cache holds is what one device's does.

@@ -28,6 +28,7 @@ PLANS = {
     "ranks": ((FULL, MIXED), {}),
     "window": ((HALF, NONE), {"window": 9, "sinks": 3}),
     "window of several devices": ((MIXED, FULL), {"window": 37, "sinks": 20}),
+    "shifted": ((replace(HALF, shift=True), NONE), {"window": 9, "sinks": 3}),
 }
 MODELS = {
     "llama, K < U": (replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2), "sequence=4"),
@@ -62,7 +63,7 @@ def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.matrix("window-llama, K < U")
+@pytest.mark.matrix("window-llama, K < U", "shifted-llama, K < U")
 def test_as_on_one_device(plan, name):
     config, mesh = MODELS[name]
     model = TinyModel(config)

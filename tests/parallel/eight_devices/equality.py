@@ -23,6 +23,8 @@ PLANS = {
     "ranks": ((FULL, MIXED), {}, 61),
     "window and sinks": ((HALF, NONE), {"window": 9, "sinks": 2}, 64),
     "window of several devices": ((MIXED, MIXED), {"window": 37, "sinks": 20}, 63),
+    "shifted": ((replace(FULL, shift=True), replace(MIXED, shift=True)), {}, 61),
+    "shifted, window and sinks": ((replace(HALF, shift=True), NONE), {"window": 9, "sinks": 2}, 64),
 }
 
 
@@ -54,9 +56,9 @@ CASES |= {
     (plan, [*HEADS][(p + m) % len(HEADS)], method)
     for p, plan in enumerate(PLANS)
     for m, method in enumerate(ATTENTION)
-    if (p + m) % 2
+    if (p + m) % 2 and "shifted" not in plan
 }
-"""All for `ulysses`; for each of the others every second plan, and heads in turn."""
+"""All for `ulysses`; for each of the others every second plan without a shift, and heads in turn."""
 
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
@@ -66,6 +68,8 @@ CASES |= {
     "window and sinks-GQA-ulysses",
     "window and sinks-MHA-all_gather",
     "window of several devices-MQA-ulysses",
+    "shifted-GQA-ulysses",
+    "shifted, window and sinks-MHA-ulysses",
 )
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
