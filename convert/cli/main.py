@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import jax
@@ -37,6 +38,7 @@ from convert.cli.flags import (
 from convert.cli.output import check_output
 from convert.cli.serve import Serve
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
+from convert.default_text import write_default_text
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import Dtype, LayerSpec, ModelConfig, RopeConfig
@@ -112,7 +114,7 @@ class Calibrate:
     path: ModelFolder
     texts: Annotated[
         Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="[TEXT ...]", help_behavior_hint="(required, but for --from-moments)"),
+        tyro.conf.arg(metavar="[TEXT ...]", help_behavior_hint="(default: the documentation of Python)"),
     ] = ()
     from_moments: bool = False
     options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
@@ -120,11 +122,14 @@ class Calibrate:
     dtype: DtypeFlag = None
 
     def run(self, console: Console) -> None:
-        if not self.texts and not self.from_moments:
-            raise TextError("TEXT is missing; give text files or folders after the model's folder")
         if self.texts and self.from_moments:
             raise TextError("--from-moments: reads no text; drop it, or drop TEXT")
-        basis = calibrate(self.path, self.texts, self.options, overwrite=self.overwrite, dtype=self.dtype)
+        with TemporaryDirectory() as scratch:
+            texts: Sequence[Path] = self.texts
+            if not texts and not self.from_moments:
+                print("no TEXT given: calibrating on the documentation that Python ships", file=sys.stderr)
+                texts = [write_default_text(Path(scratch) / "python-documentation")]
+            basis = calibrate(self.path, texts, self.options, overwrite=self.overwrite, dtype=self.dtype)
         _report_basis(console, basis)
 
 

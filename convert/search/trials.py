@@ -130,7 +130,7 @@ class TrialBook:
         self.batch, self.journal = batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
-        self.prepared: dict[int, tuple[Rotations, Any]] = {}
+        self.prepared: dict[int, tuple[tuple[Rotations, bool], Any]] = {}
         self.compiled: set[LayerCacheSpec] = set()
         self.key = self._compute_key()
         self.measurements: dict[str, Measurement] = dict(self._read_journal())
@@ -214,8 +214,8 @@ class TrialBook:
     def _prepare_layers(self, plan: CompressionPlan) -> Iterable[Any]:
         """Return the folded weights of all layers.
 
-        A layer with a window or sinks has unsliced weights, which depend on the plan's rotations and shift. If
-        all layers are such, they are kept for further plans.
+        A layer with a window or sinks has unsliced weights, which depend on the plan's rotations and shift.
+        If all layers are such, they are kept for further plans.
         """
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
             return prepared_layers(iter(self.layers), self.config, plan, self.basis, self.dtype)

@@ -19,6 +19,7 @@ from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
 from zdc_jax.ops.new_keys import NewKeys, Turn
+from zdc_jax.ops.shift import ShiftedQueries
 
 B, K, G, H, S, PAGE = 3, 2, 4, 64, 512, 128
 PROMPT, STEPS = (300, 290, 40), 6
@@ -66,7 +67,7 @@ def in_rows(plane, table):
     return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
 
 
-def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None):
+def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None, gains=None):
     """Compute `coded_parts` as one part, from the docstring of `coded_attention`."""
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
@@ -76,6 +77,12 @@ def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=N
         times *= (slots[..., None] == j).sum(2)
     group = q.astype(jnp.float32).reshape(*k.shape[:2], -1, q.shape[-1])
     scores = scale * jnp.einsum("bkgr,bksr->bkgs", group, k) + jnp.log(times)[:, :, None]
+    if gains is not None:
+        gains = gains.reshape(*group.shape[:3], -1)
+        by_slot = None if slots is None else (slots[..., None] == j).astype(jnp.float32)
+        scores += (
+            jnp.repeat(gains, 64, -1) if by_slot is None else jnp.einsum("bkgn,bkns->bkgs", gains, by_slot)
+        )
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(jnp.isneginf(lse)[..., None], 0, jnp.exp(scores - lse[..., None]))
     return Parts(jnp.einsum("bkgs,bksz->bkgz", weights, v)[:, :, None], lse[:, :, None])
@@ -108,26 +115,33 @@ def plain(monkeypatch):
     attend.clear_cache()
 
 
-@partial(jax.jit, static_argnames=("spec", "implementation"))
-def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None):
+@partial(jax.jit, static_argnames=("spec", "implementation", "shifted"))
+def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None, shifted=False):
     call = Call(scale=0.2, implementation=implementation, table=table)
     keys = k if isinstance(k, NewKeys) else NewKeys(k)
+    if shifted:
+        mean = 3 * jnp.asarray(np.random.default_rng(8).normal(size=(K, H)), jnp.float32)
+        keys = keys._replace(shift=ShiftedQueries.of(q, positions, mean, FREQUENCIES))
     return spec.attend(state, q, keys, v, positions, end, aux, call)
+
+
+FREQUENCIES = 1e4 ** -(np.arange(H // 2) / (H // 2))
 
 
 def turned_later(k, positions):
     """Return keys before rotary embedding and basis rotation."""
-    rng, frequencies = np.random.default_rng(9), 1e4 ** -(np.arange(H // 2) / (H // 2))
+    rng, frequencies = np.random.default_rng(9), FREQUENCIES
     basis = [np.linalg.qr(rng.normal(size=(K, H, H)))[0] for _ in range(2)]
     return NewKeys(k, Turn(positions, frequencies, *(jnp.asarray(x, k.dtype) for x in basis)))
 
 
-def run(spec, implementation, seed=0, table=None, unturned=False):
+def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False):
     """Read a ragged prompt on XLA, then decode tokens on `implementation`.
 
     Returns results [STEPS, B, N, H] and what each step hands on.
 
     unturned: queries and keys of the decoded tokens come before the rotation.
+    shifted: scores gain the products of queries with a mean of keys.
     """
     rng, T = np.random.default_rng(seed), max(PROMPT)
 
@@ -136,13 +150,13 @@ def run(spec, implementation, seed=0, table=None, unturned=False):
 
     state, length = spec.create(B, S), np.array(PROMPT)
     positions, end = jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length)
-    done = attend(spec, "xla", state, *draw(T), positions, end, None, table)
+    done = attend(spec, "xla", state, *draw(T), positions, end, None, table, shifted)
     found, aux = [], []
     for step in range(STEPS):
         at = jnp.asarray(length + step)
         q, k, v = draw(1)
         k = turned_later(k, at[:, None]) if unturned else k
-        done = attend(spec, implementation, done.state, q, k, v, at[:, None], at + 1, None, table)
+        done = attend(spec, implementation, done.state, q, k, v, at[:, None], at + 1, None, table, shifted)
         found.append(np.asarray(done.o[:, 0], np.float64))
         aux.append(done.aux)
     return np.stack(found), aux
@@ -152,6 +166,16 @@ def run(spec, implementation, seed=0, table=None, unturned=False):
 @pytest.mark.matrix
 def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
+
+
+@pytest.mark.parametrize("name", ["whole", "near tokens, too"])
+def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
+    # The ring wraps: a block of its slots holds tokens of two blocks of positions.
+    found, _ = run(SPECS[name], None, shifted=True)
+    expected, _ = run(SPECS[name], "xla", shifted=True)
+    whole, _ = run(SPECS[name], "xla")
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    assert np.abs(expected - whole).max() > 0.2 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", ["whole", "bit planes", "chosen", "handed on"])

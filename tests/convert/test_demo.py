@@ -80,7 +80,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, full_disk):
 
 def test_a_window_plan_stores_as_many_bytes_as_the_plan(tmp_path):
     checkpoint = convert(demo_checkpoint.PATH, tmp_path / "model", progress=False)
-    plan = make_plan(checkpoint, SimpleNamespace(coordinates_hash=""))
+    plan = make_plan(checkpoint, SimpleNamespace(coordinates_hash="", shifted=[]))
     window_plan = make_window_plan(checkpoint.config, plan, 1792)
     shorter = replace(window_plan, window=window_plan.window - 1)
     wanted = plan.bytes(1792)

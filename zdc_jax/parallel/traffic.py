@@ -86,8 +86,9 @@ def layer_bytes(
     """Compute `prefill_bytes` of one layer and one sequence; `near` is sinks and window.
 
     Let K' = K · copies (`kv_copies`) and t = ⌈T/U⌉. Far attention sends N R + K' (R + Z) coordinates, and N Z
-    on the way back, for each of t tokens, times (U-1)/U. Shifted keys add N H numbers in float32. A near set adds the log-sum-exp on the way back, and
-    `near_bytes`. A coordinate has `itemsize` bytes, a far one in other payloads fewer (`row_bytes`).
+    on the way back, for each of t tokens, times (U-1)/U. Shifted keys add N H numbers in float32. A near set
+    adds the log-sum-exp on the way back, and `near_bytes`. A coordinate has `itemsize` bytes, a far one in
+    other payloads fewer (`row_bytes`).
 
     With `coded`, a layer without a near set gets one (`payload.NEAR`), at the rank of far tokens.
     """
