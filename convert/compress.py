@@ -2,7 +2,7 @@
 
 Plans have the same bits in all layers, so that few are tried: those of `CANDIDATES`. The choice begins at the
 preset `3bit` and moves to fewer bytes while the limits hold, else to more. The chosen plan is then judged on
-text that played no part in the choice.
+text that neither the calibration nor the choice has read.
 """
 
 import json
@@ -22,7 +22,7 @@ from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError
 from zdc_jax.evaluation.evaluate import ContextReport, Evaluation, prepare
-from zdc_jax.evaluation.splits import Split
+from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.generation.api import generate
@@ -195,9 +195,21 @@ def compress(
         checkpoint = Checkpoint.open(output)
         if not (checkpoint.calibration_path / "basis").exists():
             watch(f"calibrating on {options.tokens:,} tokens")
+            text = _write_unjudged(Path(scratch) / "calibration", documents)
             dtype = _calibration_dtype(checkpoint)
-            calibrate(output, paths, _calibration_options(options, checkpoint), dtype=dtype)
+            calibrate(output, [text], _calibration_options(options, checkpoint), dtype=dtype)
     return _choose_and_judge(checkpoint, documents, options, state, watch)
+
+
+def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
+    """Write the text that the judgement does not read into a folder, one folder for each topic."""
+    documents = list(documents)
+    for split in (split for split in SPLITS if split != "report"):
+        for index, document in enumerate(documents_of(split, documents)):
+            topic = folder / (document.topic or "text")
+            topic.mkdir(parents=True, exist_ok=True)
+            (topic / f"{split}-{index:06}.txt").write_text(document.text)
+    return folder
 
 
 def _calibration_options(options: CompressOptions, checkpoint: Checkpoint) -> CalibrationOptions:
@@ -212,12 +224,9 @@ def _calibration_dtype(checkpoint: Checkpoint) -> str | None:
 
     The mean of keys can be so large that 16 bits round away what is left of them.
     """
-    free, weights = (
-        free_bytes(),
-        sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file()),
-    )
-    exact = jnp.dtype(checkpoint.config.dtype).itemsize
-    return "float32" if free is not None and 2 * weights * 4 // exact < free else None
+    free, itemsize = free_bytes(), jnp.dtype(checkpoint.config.dtype).itemsize
+    stored = sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file())
+    return "float32" if free is not None and 2 * stored * 4 // itemsize < free else None
 
 
 def _choose_and_judge(

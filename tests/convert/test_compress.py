@@ -11,6 +11,8 @@ from convert.compress import CompressOptions, compress
 from convert.default_text import write_default_text
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, TextError
+from zdc_jax.evaluation.splits import documents_of
+from zdc_jax.evaluation.text import Document
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import index_size
 
@@ -93,6 +95,16 @@ def test_bad_input_fails_before_any_work(tmp_path):
     for name, value in (("max_loss", 0.0), ("context", 8), ("documents", 0), ("minutes", -1.0)):
         with pytest.raises(EvaluationError, match=f"{name}={value}"):
             CompressOptions(**{name: value})
+
+
+def test_calibration_does_not_read_what_the_judgement_reads(tmp_path):
+    documents = [Document(topic, f"{topic} {i} " * 20) for topic in ("a", "b") for i in range(30)]
+    folder = compress_module._write_unjudged(tmp_path / "text", documents)
+    written = {path.read_text() for path in folder.rglob("*.txt")}
+    judged = {document.text for document in documents_of("report", documents)}
+    assert written | judged == {document.text for document in documents}
+    assert not written & judged
+    assert {path.name for path in folder.iterdir()} == {"a", "b"}
 
 
 def test_candidates_are_in_order_of_bytes():
