@@ -168,7 +168,8 @@ def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
 
 
-@pytest.mark.parametrize("name", ["whole", "near tokens, too"])
+@pytest.mark.parametrize("name", ["near tokens, too", "whole"])
+@pytest.mark.matrix
 def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
     # The ring wraps: a block of its slots holds tokens of two blocks of positions.
     found, _ = run(SPECS[name], None, shifted=True)

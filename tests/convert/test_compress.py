@@ -1,6 +1,7 @@
 """`zdc compress`: from a checkpoint to a judged plan, and what happens when it is interrupted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from convert import compress as compress_module
 from convert.cli.main import main
 from convert.compress import CompressOptions, compress
 from convert.default_text import write_default_text
+from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, TextError
 from zdc_jax.evaluation.splits import documents_of
@@ -22,7 +24,7 @@ OPTIONS = CompressOptions(context=512, documents=2, tokens=4096, minutes=0)
 
 @pytest.fixture
 def few(monkeypatch):
-    """Try two plans only, and report reports that a test chooses."""
+    """Try two plans only, with reports that a test chooses and without calibration."""
     candidates = {name: compress_module.CANDIDATES[name] for name in ("3bit", "8bit")}
     monkeypatch.setattr(compress_module, "CANDIDATES", candidates)
     monkeypatch.setattr(compress_module, "FIRST", 0)
@@ -40,7 +42,14 @@ def few(monkeypatch):
             self.state.save()
         return self.state.reports[key]
 
+    def calibrate(path, *_, **__):
+        checkpoint = Checkpoint.open(path)
+        config = checkpoint.config
+        basis = Basis.identity(config.num_layers, config.num_kv_heads, config.head_dim)
+        replace(basis, fingerprint=checkpoint.fingerprint).save(checkpoint.calibration_path / "basis")
+
     monkeypatch.setattr(compress_module._Trials, "report", report)
+    monkeypatch.setattr(compress_module, "calibrate", calibrate)
     return losses
 
 

@@ -136,7 +136,6 @@ def read_in_pieces(network, tokens, pieces) -> np.ndarray:
 @pytest.mark.parametrize("family", BIASED)
 @pytest.mark.matrix(
     "llama-window",
-    "llama-8 bits",
     "llama-all in 8 bits",
     "llama-choosing all",
     "llama-int8",
