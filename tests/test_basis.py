@@ -224,3 +224,19 @@ def test_check_model():
         make().check_model("xyz", CONFIG)
     with pytest.raises(CalibrationError, match=r"\(2, 3, 4\), the model has \(5, 3, 4\)"):
         make().check_model("abc", replace(CONFIG, layers=CONFIG.layers[:1] * 5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({}, True),
+        ({"key_shift": np.ones((2, 3, 4)), "shifted": [True, False]}, False),
+        # Neither of these has a shift in any release.
+        ({"qk_kind": "pairs", "pairs": np.tile(np.array([1, 0], np.int32), (2, 3, 1))}, False),
+        ({"record": {"reduction": "kmeans"}}, False),
+    ],
+)
+def test_a_folder_of_an_older_release_says_how_to_renew_it(tmp_path, caplog, changes, warns):
+    make(**changes).save(tmp_path / "basis")
+    Basis.load(tmp_path / "basis")
+    assert ("zdc calibrate MODEL TEXT --overwrite" in caplog.text) == warns

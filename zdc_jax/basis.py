@@ -168,7 +168,7 @@ class Basis:
             raise CheckpointError(
                 f"{folder}: k_map {basis.k_map.shape} and v_map {basis.v_map.shape} are not [L, K, H, H]"
             )
-        if basis.key_shift is None:
+        if basis.key_shift is None and basis.qk_kind != "pairs" and basis.record.get("reduction") != "kmeans":
             logger.warning(
                 "%s was calibrated by an older release, without the shift of keys; quantized keys are more "
                 "accurate after `zdc calibrate MODEL TEXT --overwrite`",

@@ -100,15 +100,17 @@ _ROTATIONS = ("q_rotation", "k_rotation")
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
     """Round a nested dict of arrays to the dtype of the model.
 
-    Rotary frequencies and means of keys are rounded to float32. The rotations of a bfloat16 model are rounded
-    to float16: in bfloat16 those of q and k would not be inverse to each other, which would change every
-    score.
+    Rotary frequencies and means of keys are rounded to float32, and so is the bias of keys that leave out
+    their mean: it may be hundreds of times larger than what remains. The rotations of a bfloat16 model are
+    rounded to float16: in bfloat16 those of q and k would not be inverse to each other, which would change
+    every score.
     """
+    precise = {"frequencies", "k_mean"} | ({"k_bias"} if "k_mean" in tree else set())
 
     def choose_dtype(name: str) -> Any:
         if name in _ROTATIONS and dtype == jnp.bfloat16:
             return np.float16
-        return np.float32 if name in ("frequencies", "k_mean") else dtype
+        return np.float32 if name in precise else dtype
 
     return {
         name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(choose_dtype(name))
