@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
-from convert.search.coded_search import CodedSearch
+from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.plots import write_front
 from convert.search.search import (
     Mode,
@@ -42,6 +42,7 @@ from zdc_jax.methods import MethodSettings
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import choose_plan
+from zdc_jax.planning.profile import stored_profile
 from zdc_jax.planning.spectrum import plan_from_spectrum
 from zdc_jax.presets import default_plan, preset_plan, resolve_plan
 
@@ -337,31 +338,32 @@ class SearchFlags:
             minutes=self.minutes,
             on_kernels=self.on_kernels,
         )
-        kind = CodedSearch if method == "coded" else Search
-        kind.check(options)
+        (CodedSearch if method == "coded" else Search).check(options)
         checkpoint = Checkpoint.open(path)
         if not self.texts:
             plan = choose_plan(path, max_degradation=limit)
             assert plan is not None  # None is the answer only where a plan was measured.
             return plan
-        stored_basis(checkpoint)  # Reports a missing basis before much text is read.
+        basis = stored_basis(checkpoint)  # Reports a missing basis before much text is read.
+        if method != "coded" and self.mode == "window":
+            stored_profile(checkpoint, basis)
         windows, documents = self._draw_texts(checkpoint)
-        began = time.monotonic()  # Before the book, which measures the unmodified model.
+        began = time.monotonic()  # Before the books, which measure the unmodified model.
+        journal = output.with_suffix(".journal.jsonl")
         with counted("plans", "measuring the unmodified model") as show:
-            book = TrialBook(
-                path,
-                windows,
-                documents,
-                dtype=self.dtype,
-                batch=self.batch,
-                journal=output.with_suffix(".journal.jsonl"),
-            )
 
             def show_best(_: Trial, best: Trial | None) -> None:
                 words = "none" if best is None else f"{describe_bytes(best)} at {best.increase:+.2%}"
                 show(f"best within the limits: {words}")
 
-            best = kind(book, options, show_best, began).run()
+            measuring: dict[str, Any] = {"dtype": self.dtype, "batch": self.batch, "journal": journal}
+            if method == "coded":
+                books = CodedBooks.open(path, windows, documents, **measuring)
+                book = books.simulated
+                best = CodedSearch(books, options, show_best, began).run()
+            else:
+                book = TrialBook(path, windows, documents, **measuring)
+                best = Search(book, options, show_best, began).run()
         if documents and not book.counting:
             message = "the unmodified model solves none of the tasks: only perplexity limits the plan"
             warnings.warn(message, stacklevel=2)

@@ -1,35 +1,46 @@
-"""Search for plans of method `coded`: the smallest within the limits, then the one that reads least (ours).
+"""Search for plans of method `coded`: the smallest within the limits, or the one that reads least (ours).
 
-*Near* tokens are those in window and sinks, *far* tokens are all others. The search has the stages of
-`convert.search.search`, with precisions (ranks and bits) instead of ranks:
+*Near* tokens are those in window and sinks, *far* tokens are all others. Plans are simulated
+(`convert.search.simulation`), so that a new plan needs no compilation. The search has these stages:
 
-1. Predict. Losses of plans come from the calibrated losses of layers without far tokens, and from the error
-   of scores at each precision.
-2. Measure layers. The stage measures one precision of keys and one of values in each layer. Losses at the
-   other precisions follow from the error of scores. Layers read all far tokens; near tokens have eight bits.
-3. Refine, as in `Search`. A step may also halve the window.
-4. Read less. All layers read only chosen far tokens, as few as the limits allow. Then single layers read
-   fewer.
+1. Uniform. The same precision (ranks and bits) in all layers, so that an early end leaves a plan.
+2. Measure layers, each alone, on little text: at one precision of keys, at one of values, and without far
+   tokens. The loss is the KL divergence, which is never negative and has little noise, and that of tasks.
+   Losses at the other precisions follow from the error of scores.
+3. Knapsack. Plans of least predicted loss for each size (`convert.search.knapsack`), of few kinds of layers.
+4. Refine. Single steps from the best plan. Layers drop their far tokens only then, and the window is halved.
+5. Verify. The best plan is measured with arrays of its size. If it is not within the limits, the search goes
+   on from stage 3 with tighter ones.
+6. Read less, with the objective `read`. All layers read only chosen far tokens, as few as the limits allow.
+   Then single layers read fewer.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float
 
-from convert.search.search import REFINE_FAILURES, Exhausted, MeasureLevel, Search, SearchOptions
-from convert.search.trials import Trial
+from convert.search.knapsack import MOST_KINDS, knapsack_path
+from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
+from convert.search.simulation import Simulation
+from convert.search.trials import Trial, TrialBook
 from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.coded_scan import INDEX_BITS
+from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.sheets import TaskDocument
+from zdc_jax.loading import stored_basis
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
-from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
-from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import LayerCosts, Precision
+from zdc_jax.planning.coded_costs import coded_levels, coded_plan, key_shares
+from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer
+from zdc_jax.planning.profile import cost_window, windows_for
 
 SHORTEST_WINDOW = 16
 """Shortest window that steps halve to, in tokens. Next to quantized tokens, a window takes a large share."""
@@ -37,11 +48,21 @@ KERNEL_HEADS = (64, 128, 256)
 """Head dimensions for which the kernels decode every precision."""
 LEAST_INDEX_BITS = 4
 """Fewest bits of an index. With fewer bits, an index chooses tokens badly."""
-CHOICE_SHARE = {"bytes": 1 / 5, "read": 2 / 5}
-"""Share of trials and minutes reserved for the last stage, by objective.
-
-The first plans of that stage take longest to compile, because no earlier plan has layers like theirs.
-"""
+UNIFORM = ((8, 0, 8), (4, 6, 4), (3, 5, 3), (2, 5, 3), (2, 4, 3), (2, 5, 2), (2, 4, 2))
+"""Uniform plans by falling size: bits of keys, bits of their index (0: no index), bits of values."""
+MEASURED_KEYS, MEASURED_VALUES = (2, 5), 2
+"""Precision at which single layers are measured: bits of keys and of their index, bits of values. Losses at
+fewer bits are so large that they no longer grow with the error."""
+FEW_WINDOWS, FEW_DOCUMENTS = 2, 2
+"""Text on which single layers are measured."""
+CUT_FAILURES = 3
+"""Failures that end the attempts to drop the far tokens of a layer."""
+REAL_TRIALS = 4
+"""Most plans of the stage `verify`."""
+REAL_SHARE = 1 / 5
+"""Share of trials and minutes reserved for plans with arrays of their size, which must be compiled."""
+CHOICE_SHARE = {"bytes": 0, "read": 2 / 5}
+"""Share of trials and minutes reserved for the last stage, by objective."""
 STORED_LIMIT = 2 / 3
 """Share of the limits that plans may use before the last stage, with the objective `read`."""
 
@@ -107,11 +128,70 @@ def limit_reads_on_kernels(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks
     return replace(ranks, settings=replace(settings, index=index, bits_index=bits, read=choice.read))
 
 
+@dataclass(frozen=True)
+class CodedBooks:
+    """Measurements of the same plans at three costs.
+
+    Attributes:
+      simulated: simulates plans on all text.
+      few: simulates plans on little text.
+      open_real: function that returns the measurements with arrays of a plan's size, on all text, and
+        measures the unmodified model when it is first called.
+    """
+
+    simulated: TrialBook
+    few: TrialBook
+    open_real: Callable[[], TrialBook]
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        windows: np.ndarray,
+        documents: Sequence[TaskDocument],
+        *,
+        dtype: str | None,
+        batch: int,
+        journal: Path | None,
+    ) -> Self:
+        """Measure the unmodified model; the arguments are those of `TrialBook`."""
+        checkpoint = Checkpoint.open(path)
+        basis = stored_basis(checkpoint)
+        options: dict[str, Any] = {"basis": basis, "dtype": dtype, "batch": batch, "journal": journal}
+        levels = coded_levels(checkpoint.config.head_dim)
+        simulation = Simulation(checkpoint, basis, dtype or checkpoint.config.dtype, *levels)
+        few = windows[:FEW_WINDOWS], documents[:FEW_DOCUMENTS]
+        return cls(
+            TrialBook(path, windows, documents, simulation=simulation, **options),
+            TrialBook(path, *few, simulation=simulation, **options),
+            functools.cache(lambda: TrialBook(path, windows, documents, **options)),
+        )
+
+
 class CodedSearch(Search):
-    """Search for plans of method `coded` with the fewest bytes stored or read; its mode is `window`."""
+    """Search for plans of method `coded` with the fewest bytes stored or read; its mode is `window`.
+
+    Args:
+      books: measurements.
+      options, watch, began: as for `Search`.
+    """
 
     reading = False
     """Whether size means the bytes that a token reads, as in the last stage, and not the bytes stored."""
+
+    def __init__(
+        self,
+        books: CodedBooks,
+        options: SearchOptions,
+        watch: Callable[[Trial, Trial | None], None] | None = None,
+        began: float | None = None,
+    ):
+        super().__init__(books.simulated, options, watch, began)
+        self.books = books
+        self.within: list[Trial] = []  # Simulated plans within the limits.
+        self.cut_losses: dict[
+            int, float
+        ] = {}  # Loss of a layer without far tokens, as a share of the limits.
 
     @classmethod
     def check(cls, options: SearchOptions) -> None:
@@ -137,43 +217,145 @@ class CodedSearch(Search):
             )
         return super().run()
 
+    def try_plan(self, plan: CompressionPlan) -> Trial:
+        trial = super().try_plan(plan)
+        if self.cost(trial) <= self.allowed:
+            self.within.append(trial)
+        return trial
+
     def _search_window(self) -> None:
-        self.budget = 1 - CHOICE_SHARE[self.options.objective]
-        self.allowed = 1 if self.options.objective == "bytes" else STORED_LIMIT
-        with contextlib.suppress(Exhausted):
-            super()._search_window()
+        choice = CHOICE_SHARE[self.options.objective]
+        self.allowed = limit = 1 if self.options.objective == "bytes" else STORED_LIMIT
+        for _ in range(REAL_TRIALS):
+            self.budget = 1 - choice - REAL_SHARE
+            with contextlib.suppress(Exhausted):
+                self._search_simulated()
+            self.budget = 1 - choice
+            if self.best is None or self._verify(self.best, limit):
+                break
         self.budget, self.allowed = 1, 1
-        if self.best is not None:
+        if self.best is not None and self.options.objective == "read":
             self.reading = True
             self._read_less(self.best.plan)
 
-    def _forecast(self) -> Forecast:
-        return coded_forecast(self.config, self.book.profile, self.book.basis)
+    def _search_simulated(self) -> None:
+        windows = windows_for(self.length)
+        window = windows[cost_window(windows)]
+        if self.costs is None:
+            self.find_last_within(self._list_uniform(window))
+            self.costs, self.is_expected_within = self._choose_layer_costs(window)
+        path = self._list_path(self.costs)
+        last = max((i for i, ranks in enumerate(path) if self.is_expected_within(ranks)), default=0)
+        self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
+        if self.best is not None:
+            self._refine(self.costs)
+            self._cut_layers()
+            self._halve_window()
+
+    def _verify(self, simulated: Trial, limit: float) -> bool:
+        """Measure a plan with arrays of its size, and return whether it is within the limits.
+
+        If it is not, the next search leaves room for twice the difference between arrays and simulation.
+        """
+        self.book, self.best, self.allowed, allowed = self.books.open_real(), None, limit, self.allowed
+        real = self.try_plan(simulated.plan)
+        if self.best is not None:
+            return True
+        self.book, self.allowed = self.books.simulated, allowed - 2 * (self.cost(real) - self.cost(simulated))
+        within = (trial for trial in self.within if self.cost(trial) <= self.allowed)
+        self.best = min(within, key=lambda trial: self.size(trial.plan), default=None)
+        return False
+
+    def _list_uniform(self, window: int) -> list[CompressionPlan]:
+        """Return the plans of `UNIFORM`."""
+        keys, _ = self._list_levels()
+        H, L = self.config.head_dim, self.config.num_layers
+        layers = (
+            build_layer(find_keys(keys, bits, index, H), Precision(H, bits_v))
+            for bits, index, bits_v in UNIFORM
+        )
+        return [self._make_plan([layer] * L, window) for layer in layers]
 
     def _list_levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
         return coded_levels(self.config.head_dim)
 
-    def _measure_levels(
-        self, layer: int, levels: Sequence[Precision], measure: MeasureLevel
-    ) -> Float[np.ndarray, "levels 2"]:
-        """Measure the lowest precision, whose loss stands out most, and scale it by the error of scores."""
-        return np.outer(key_shares(self.book.basis, layer, levels), measure(levels[0]))
+    def _list_path(self, costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
+        return knapsack_path(costs, [spec.window is None for spec in self.config.layers])
+
+    def _compute_losses(self, trial: Trial) -> Float[np.ndarray, "2"]:
+        """Return the shares of the limits on KL divergence, for that on perplexity, and on tasks."""
+        tasks = super()._compute_losses(trial)[1]
+        return np.array([trial.kl / np.log1p(self.options.max_degradation), tasks])
+
+    def _measure_layer_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
+        """Measure each layer alone on little text, and predict its losses at all precisions.
+
+        The losses without far tokens are kept in `cut_losses`, and do not count here.
+        """
+        keys, values = self._list_levels()
+        L = self.config.num_layers
+        highest = [build_layer(keys[-1], values[-1])] * L
+        base = self._measure_few(self._make_plan(highest, window))
+
+        def measure(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
+            plan = self._make_plan([*highest[:layer], ranks, *highest[layer + 1 :]], window)
+            return self._measure_few(plan) - base
+
+        key = find_keys(keys, *MEASURED_KEYS, self.config.head_dim)
+        value = Precision(self.config.head_dim, MEASURED_VALUES)
+        qk, v = np.zeros((L, len(keys), 2)), np.zeros((L, len(values), 2))
+        for layer in (layer for layer, spec in enumerate(self.config.layers) if spec.window is None):
+            lost_keys = measure(layer, build_layer(key, values[-1]))
+            lost_values = measure(layer, build_layer(keys[-1], value))
+            qk[layer] = np.outer(key_shares(self.book.basis, layer, keys, key), lost_keys)
+            v[layer] = np.outer(key_shares(self.book.basis, layer, values, value), lost_values)
+            self.cut_losses[layer] = float(measure(layer, LayerRanks(0, 0)).max())
+        nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], np.zeros(L)) for i in (0, 1))
+        return base, nats._replace(cut=np.full(L, np.inf)), tasks
+
+    def _measure_few(self, plan: CompressionPlan) -> Float[np.ndarray, "2"]:
+        """Return the losses of a plan on little text.
+
+        Raises:
+          Exhausted: no trials or no time are left.
+        """
+        self.spend()
+        return self._compute_losses(self.books.few.measure(plan))
 
     def _make_plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-        return coded_plan(self.config, ranks, window)
+        return self.book.bind(coded_plan(self.config, ranks, window))
 
     def _list_steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
-        """Return the plans one step below `plan`, cheapest first, and the plan with half the window."""
-        steps, half = super()._list_steps(costs, plan), plan.window // 2
-        return [*steps, replace(plan, window=half)] if half >= SHORTEST_WINDOW else steps
+        """Return the plans one step below `plan` that keep far tokens and few kinds of layers."""
+        return [
+            step
+            for step in super()._list_steps(costs, plan)
+            if _count_far(step) == _count_far(plan) and len(_list_kinds(step)) <= MOST_KINDS
+        ]
+
+    def _cut_layers(self) -> None:
+        """Drop the far tokens of single layers, least loss first, until several fail."""
+        failures = 0
+        for layer in sorted(self.cut_losses, key=self.cut_losses.__getitem__):
+            assert self.best is not None
+            if failures == CUT_FAILURES or self.cut_losses[layer] > self.allowed:
+                break
+            layers = self.best.plan.layers
+            plan = replace(self.best.plan, layers=(*layers[:layer], LayerRanks(0, 0), *layers[layer + 1 :]))
+            failures += self.try_plan(plan) is not self.best
+
+    def _halve_window(self) -> None:
+        """Halve the window while the limits hold. Each window is compiled anew."""
+        assert self.best is not None
+        while (half := self.best.plan.window // 2) >= SHORTEST_WINDOW:
+            if self.try_plan(replace(self.best.plan, window=half)) is not self.best:
+                break
 
     def _read_less(self, plan: CompressionPlan) -> None:
         """Move layers of a plan that reads all tokens along the choices while the limits hold.
 
-        Layers whose far tokens matter least move first. Their costs were measured, or are predicted where
-        time ran out before the measurement.
+        Layers whose far tokens matter least move first, as far as time sufficed to measure that.
         """
-        costs = self.costs or next(iter(self._forecast().costs.values()))
         choices = list_choices(self.length)
         limit = limit_reads_on_kernels if self.options.on_kernels else limit_reads
 
@@ -195,7 +377,7 @@ class CodedSearch(Search):
             movable = {layer for layer in movable if steps[layer] < len(choices)}
             if not movable:
                 break
-            layer = min(movable, key=lambda layer: (steps[layer], costs.cut[layer], layer))
+            layer = min(movable, key=lambda layer: (steps[layer], self.cut_losses.get(layer, 0.0), layer))
             further = [step + (index == layer) for index, step in enumerate(steps)]
             candidate = make_plan(further)  # Equal to the best where keys have no room for the wider index.
             if candidate == self.best.plan or self.try_plan(candidate) is self.best:
@@ -203,3 +385,18 @@ class CodedSearch(Search):
             else:  # Further choices of this layer cost even more.
                 movable.remove(layer)
                 failures += 1
+
+
+def find_keys(keys: Sequence[Precision], bits: int, index: int, head_dim: int) -> Precision:
+    """Return the precision of keys with all coordinates, these bits, and these bits of the index."""
+    whole = (each for each in keys if each.rank == head_dim)
+    return next(each for each in whole if (each.bits, each.bits_index) == (bits, index))
+
+
+def _count_far(plan: CompressionPlan) -> int:
+    return sum(bool(ranks.qk) for ranks in plan.layers)
+
+
+def _list_kinds(plan: CompressionPlan) -> set[LayerRanks]:
+    """Return the distinct layers that store far tokens."""
+    return {replace(ranks, shift=False) for ranks in plan.layers if ranks.qk}

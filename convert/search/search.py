@@ -48,8 +48,6 @@ from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time", "read"]
-MeasureLevel = Callable[[Precision], Float[np.ndarray, "2"]]
-"""Function that measures the loss at a precision of one layer's keys, or values, as shares of both limits."""
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
@@ -199,16 +197,20 @@ class Search:
         Raises:
           Exhausted: no trials or no time are left.
         """
-        minutes = (time.monotonic() - self.began) / 60
-        if self.measured >= self.budget * self.options.trials or minutes > self.budget * self.options.minutes:
-            raise Exhausted
+        self.spend()
         trial = self.book.measure(plan)
-        self.measured += 1
         if self.cost(trial) <= self.allowed and self.size(plan) < self.smallest():
             self.best = trial
         if self.watch is not None:
             self.watch(trial, self.best)
         return trial
+
+    def spend(self) -> None:
+        """Count one more measurement; raise `Exhausted` if no trials or no time are left."""
+        minutes = (time.monotonic() - self.began) / 60
+        if self.measured >= self.budget * self.options.trials or minutes > self.budget * self.options.minutes:
+            raise Exhausted
+        self.measured += 1
 
     def cost(self, trial: Trial) -> float:
         """Return the larger share of a limit that a plan uses; up to `allowed`, both limits hold."""
@@ -258,7 +260,7 @@ class Search:
         # From the middle window outwards, because a good early plan saves the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
         self.costs, is_expected_within = self._choose_layer_costs(near)
-        path = cheapest_path(self.costs)
+        path = self._list_path(self.costs)
         last = max((i for i, ranks in enumerate(path) if is_expected_within(ranks)), default=0)
         for window in windows:
             self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
@@ -292,6 +294,10 @@ class Search:
                 1.0,
             )
 
+    def _list_path(self, costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
+        """Return the layers of plans of falling size and rising cost."""
+        return cheapest_path(costs)
+
     def _make_plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return CompressionPlan.of_layers(self.config, ranks, window=window, sinks=SINKS)
 
@@ -314,7 +320,7 @@ class Search:
             return bool((base + sums <= self.allowed).all())
 
         def expected_size(costs: LayerCosts) -> float:
-            within = [ranks for ranks in cheapest_path(costs) if is_expected_within(ranks)]
+            within = [ranks for ranks in self._list_path(costs) if is_expected_within(ranks)]
             return self.size(self._make_plan(within[-1], window)) if within else 1.0
 
         priced = (_add_at_price(nats, tasks, price).monotone() for price in PRICES)
@@ -341,9 +347,8 @@ class Search:
         ) -> Float[np.ndarray, "levels 2"]:
             if cut[layer].max() <= NEGLIGIBLE:  # Then every precision costs no more, and saves less.
                 return np.array([cut[layer]] * (len(levels) - 1) + [np.zeros(2)])
-            return self._measure_levels(
-                layer, levels, lambda precision: measure_layer(layer, make_ranks(precision))
-            )
+            lost = (measure_layer(layer, make_ranks(precision)) for precision in levels[:-1])
+            return np.array([*lost, np.zeros(2)])  # The last and highest one loses nothing.
 
         layers = range(self.config.num_layers)
         cut = np.array([measure_layer(layer, LayerRanks(0, 0)) for layer in layers])
@@ -352,26 +357,20 @@ class Search:
         nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], cut[:, i]) for i in (0, 1))
         return base, nats, tasks
 
-    def _measure_levels(
-        self, layer: int, levels: Sequence[Precision], measure: MeasureLevel
-    ) -> Float[np.ndarray, "levels 2"]:
-        """Measure a layer's keys, or values, at each precision; the last and highest one loses nothing."""
-        return np.array([*map(measure, levels[:-1]), np.zeros(2)])
-
     def _refine(self, costs: LayerCosts) -> None:
         """Take single steps from the best plan, cheapest first, until several fail."""
         progress = self.best is not None
         while progress:
             progress, before = False, self.best
             assert before is not None
-            for plan in self._list_steps(costs, before.plan):
+            for plan in self._list_steps(costs, before.plan)[:REFINE_FAILURES]:
                 if self.try_plan(plan) is self.best:
                     progress = True
                     break
 
     def _list_steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
         """Return the plans one step below `plan`, cheapest first."""
-        steps = list_reductions(costs, plan.layers, single=True)[:REFINE_FAILURES]
+        steps = list_reductions(costs, plan.layers, single=True)
         return [
             replace(plan, layers=(*plan.layers[:layer], ranks, *plan.layers[layer + 1 :]))
             for layer, ranks in steps

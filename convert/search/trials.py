@@ -1,4 +1,7 @@
-"""Measurement of plans on one set of texts, each plan once; a journal on disk keeps the results."""
+"""Measurement of plans on one set of texts, each plan once; a journal on disk keeps the results.
+
+Plans are measured with arrays of their size, or simulated (`convert.search.simulation`).
+"""
 
 import hashlib
 import json
@@ -15,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from convert.search.simulation import Simulation
 from zdc_jax.basis import Basis
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
-from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
+from zdc_jax.evaluation.perplexity import Predictions, bootstrap_interval, compare_predictions, predict
 from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
@@ -33,7 +37,7 @@ from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")
 
-FORMAT = "questions by quarter"
+FORMAT = "KL divergence"
 """Version of what the journal holds; entries of other versions are ignored."""
 
 
@@ -48,6 +52,7 @@ class Trial:
       interval: 95 % paired bootstrap interval of `increase` over windows.
       retention: retention of each task that the unmodified model can solve (`zdc_jax.evaluation.retention`).
       read_share: bytes that decoding a token reads, as a share of the dense cache's.
+      kl: mean KL divergence of the next token from the unmodified model, in nats.
     """
 
     plan: CompressionPlan
@@ -56,6 +61,7 @@ class Trial:
     interval: tuple[float, float]
     retention: dict[str, float]
     read_share: float
+    kl: float = 0.0
 
     @property
     def least_retention(self) -> float:
@@ -71,17 +77,19 @@ class Measurement:
       nll: negative log-likelihood of each window, nats per token, [W].
       logs: mean log-probability of right tokens, per task and document, of questions that count.
       scores: share of right tokens that the model finds most likely, per task, of questions that count.
+      kl: mean KL divergence from the unmodified model, in nats.
       marks: questions of each document that count, per task; of the unmodified model only.
     """
 
     nll: Float[np.ndarray, " W"]
     logs: dict[str, list[float]]
     scores: dict[str, float]
+    kl: float = 0.0
     marks: dict[str, list[list[bool]]] = field(default_factory=dict)
 
 
 class TrialBook:
-    """Measurements of plans of one model, made with arrays of each plan's size and kept in a journal.
+    """Measurements of plans of one model, kept in a journal.
 
     The journal, a file of JSON lines, lets a search resume or run again with another limit. An entry belongs
     to one model, basis, dtype, windows and documents; entries of others are ignored and kept.
@@ -95,10 +103,11 @@ class TrialBook:
       dtype: dtype to run in; default that of the stored weights.
       batch: windows or documents to run at once.
       journal: file of the journal; None keeps none.
+      simulation: simulates the plans that it supports; other plans have arrays of their size.
 
     Raises:
-      CheckpointError, CalibrationError: the folder is not converted, or its basis or profile is missing or of
-        another model.
+      CheckpointError, CalibrationError: the folder is not converted, or its basis is missing or of another
+        model.
       PlanError: the journal has an entry that is not one of a search.
     """
 
@@ -113,6 +122,7 @@ class TrialBook:
         dtype: str | None = None,
         batch: int = 1,
         journal: Path | None = None,
+        simulation: Simulation | None = None,
     ):
         self.checkpoint = Checkpoint.open(path)
         self.config = self.checkpoint.config
@@ -124,7 +134,7 @@ class TrialBook:
                 length,
                 self.basis.context_length,
             )
-        self.profile = profile or stored_profile(self.checkpoint, self.basis)
+        self._profile, self._simulation = profile, simulation
         self.dtype = jnp.dtype(dtype or self.config.dtype)
         self.windows, self.documents = windows, documents
         self.batch, self.journal = batch, journal
@@ -132,10 +142,21 @@ class TrialBook:
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
         self.prepared: dict[int, tuple[tuple[Rotations, bool], Any]] = {}
         self.compiled: set[LayerCacheSpec] = set()
+        self._dense_predictions: Predictions | None = None
         self.key = self._compute_key()
         self.measurements: dict[str, Measurement] = dict(self._read_journal())
         self.dense = self._measure(None)
         self.counting = [task for task, marks in self.dense.marks.items() if any(map(any, marks))]
+
+    @property
+    def profile(self) -> Profile:
+        """Profile of the model.
+
+        Raises:
+          CalibrationError: the folder has no profile, or one of another model or basis.
+        """
+        self._profile = self._profile or stored_profile(self.checkpoint, self.basis)
+        return self._profile
 
     @property
     def trials(self) -> list[Trial]:
@@ -157,6 +178,7 @@ class TrialBook:
             interval=bootstrap_interval(difference),
             retention={task: float(np.exp(log_retention(task))) for task in self.counting},
             read_share=self.read_share(plan),
+            kl=measurement.kl,
         )
 
     def bind(self, plan: CompressionPlan) -> CompressionPlan:
@@ -186,21 +208,34 @@ class TrialBook:
                 return self._run(single, self.windows[: self.batch], self.documents[: self.batch])
 
             self.compiled = compile_ahead(network, run_first_batch, self.compiled)
-            nll, answers = self._run(network, self.windows, self.documents)
+            predictions, answers = self._run(network, self.windows, self.documents)
             if plan is None:
+                self._dense_predictions = predictions
                 marks = {task: mark_counted(documents) for task, documents in answers.items()}
-                self.measurements[name] = replace(summarize(nll, answers, marks), marks=marks)
+                measurement = replace(summarize(predictions, 0.0, answers, marks), marks=marks)
             else:
-                self.measurements[name] = summarize(nll, answers, self.dense.marks)
+                kl = self._compute_kl(predictions)
+                measurement = summarize(predictions, kl, answers, self.dense.marks)
+            self.measurements[name] = measurement
             self._write_journal(name, time.perf_counter() - began)
         return self.measurements[name]
 
     def _run(
         self, network: Transformer, windows: np.ndarray, documents: Sequence[TaskDocument]
-    ) -> tuple[np.ndarray, dict[str, list[tuple[Answer, ...]]]]:
-        """Return nats per token of windows, and the answers to the questions of documents."""
-        nll = window_nll(network, windows, batch=self.batch)
-        return nll, answers_on(network, documents, protocol="cached", batch=self.batch)
+    ) -> tuple[Predictions, dict[str, list[tuple[Answer, ...]]]]:
+        """Return the predictions for windows, and the answers to the questions of documents."""
+        predictions = predict(network, windows, batch=self.batch)
+        return predictions, answers_on(network, documents, protocol="cached", batch=self.batch)
+
+    def _compute_kl(self, predictions: Predictions) -> float:
+        """Return the mean KL divergence from the unmodified model, which runs again if a journal had it."""
+        if self._dense_predictions is None:
+            self._dense_predictions = predict(self._make_network(None), self.windows, batch=self.batch)
+        dense = self._dense_predictions
+        kl, _ = compare_predictions(
+            dense.embeddings, dense.states, predictions.embeddings, predictions.states
+        )
+        return float(np.asarray(kl).mean(dtype=np.float64))
 
     def _make_network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:
@@ -209,6 +244,8 @@ class TrialBook:
             return network
         plan.check_model(self.config, self.checkpoint.fingerprint)
         plan = self.bind(plan)
+        if self._simulation is not None and self._simulation.supports(plan):
+            return self._simulation.network(plan)
         return Transformer(self.config, plan, self.embeddings, self._prepare_layers(plan))
 
     def _prepare_layers(self, plan: CompressionPlan) -> Iterable[Any]:
@@ -237,7 +274,8 @@ class TrialBook:
         contexts = (document.context for document in self.documents)
         parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *questions
         digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in parts))
-        digest.update(f"{self.checkpoint.fingerprint} {self.dtype} {FORMAT}".encode())
+        kind = "real" if self._simulation is None else "simulated"
+        digest.update(f"{self.checkpoint.fingerprint} {self.dtype} {FORMAT} {kind}".encode())
         return digest.hexdigest()[:16]
 
     def _read_journal(self) -> Iterator[tuple[str, Measurement]]:
@@ -253,9 +291,7 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
-                measurement = Measurement(
-                    nll, entry.get("logs", {}), entry.get("scores", {}), entry.get("marks", {})
-                )
+                measurement = Measurement(nll, entry["logs"], entry["scores"], entry["kl"], entry["marks"])
                 # The name comes from a parsed plan, because older releases wrote plans in another form.
                 name = _serialize_plan(
                     None if plan is None else CompressionPlan.from_json(plan, self.journal)
@@ -277,16 +313,18 @@ class TrialBook:
 
 
 def summarize(
-    nll: Float[np.ndarray, " W"],
+    predictions: Predictions,
+    kl: float,
     answers: Mapping[str, Sequence[Sequence[Answer]]],
     marks: Mapping[str, Sequence[Sequence[bool]]],
 ) -> Measurement:
-    """Summarize answers by task; where no question counts, all do."""
+    """Summarize predictions, and answers by task; where no question counts, all do."""
     counted = {task: keep_counted(documents, marks[task]) or documents for task, documents in answers.items()}
     return Measurement(
-        nll,
+        nll=predictions.nll.mean(1, dtype=np.float64),
         logs={task: log_probability(documents).tolist() for task, documents in counted.items()},
         scores={task: score(documents) for task, documents in counted.items()},
+        kl=kl,
     )
 
 

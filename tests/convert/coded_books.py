@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 from conftest import CONFIGS
 
-from convert.search.coded_search import CHOICES
+from convert.search.coded_search import CHOICES, CodedBooks
 from convert.search.trials import Trial
 from zdc_jax import CompressionPlan
 from zdc_jax.methods.coded import Settings
@@ -20,6 +20,7 @@ KEYS = (
     (64, 2, 0),
     (48, 2, 4),
     (48, 2, 5),
+    (64, 2, 4),
     (64, 2, 5),
     (64, 2, 6),
     (64, 3, 5),
@@ -109,7 +110,16 @@ class FakeBook:
     def measure(self, plan):
         self.measured += 1
         nats = sum(self.cost(layer, ranks) for layer, ranks in enumerate(plan.layers))
-        return Trial(plan, self.share(plan), float(np.expm1(nats)), (0.0, 0.0), {}, self.read_share(plan))
+        shares = self.share(plan), self.read_share(plan)
+        return Trial(plan, shares[0], float(np.expm1(nats)), (0.0, 0.0), {}, shares[1], kl=nats)
+
+    def bind(self, plan):
+        return plan
+
+
+def books_of(book: FakeBook) -> CodedBooks:
+    """Return books that measure everything by the same formula."""
+    return CodedBooks(book, book, lambda: book)
 
 
 class TaskBook(FakeBook):
@@ -135,8 +145,8 @@ def layer(keys, values) -> LayerRanks:
 
 
 def every_plan(book) -> list[tuple[float, float]]:
-    """List bytes per token and nats of all plans that read everything."""
-    choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
+    """List bytes per token and nats of all plans whose layers read and store far tokens."""
+    choices = [(token_bytes(*pair), layer(*pair)) for pair in EVERY]
     of = [[(size, book.cost(i, ranks)) for size, ranks in choices] for i in range(LAYERS)]
     return [tuple(np.sum(each, 0)) for each in itertools.product(*of)]
 

@@ -17,6 +17,7 @@ from coded_books import (
     FakeBook,
     H,
     TaskBook,
+    books_of,
     every_plan,
     held,
     layer,
@@ -30,7 +31,10 @@ from convert.cli.main import main
 from convert.conversion import convert
 from convert.search.coded_search import (
     CHOICES,
+    REAL_SHARE,
     SHORTEST_WINDOW,
+    UNIFORM,
+    CodedBooks,
     CodedSearch,
     TokenChoice,
     limit_reads,
@@ -60,14 +64,14 @@ from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, pre
 @pytest.mark.full
 def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
     # The limits are those that corners of the hull just meet. There, the cheapest path is optimal.
-    monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
+    monkeypatch.setattr("convert.search.coded_search.CUT_FAILURES", 0)
     plans = every_plan(FakeBook(seed))
     corners = [point for point in lower_hull(plans) if point[1] > 0.05]
     for size, nats in corners[1 :: len(corners) // 3]:
         book = FakeBook(seed)
         limit = float(np.expm1(nats * 1.0001))
         assert size == min(bytes_ for bytes_, cost in plans if np.expm1(cost) <= limit)
-        best = CodedSearch(book, SearchOptions(limit)).run()
+        best = CodedSearch(books_of(book), SearchOptions(limit)).run()
         assert held(best.plan) == size
         assert best.plan.window == SHORTEST_WINDOW
         assert best.plan.method == "coded"
@@ -75,8 +79,8 @@ def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
 
 
 def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
-    """Return the least bytes per token of all plans within both limits that read everything."""
-    choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
+    """Return the least bytes per token of all plans within both limits that keep far tokens."""
+    choices = [(token_bytes(*pair), layer(*pair)) for pair in EVERY]
     limits = np.log1p(options.max_degradation), -np.log(options.min_retention)
     of = [[(size, book.cost(i, r), book.lost(i, r)) for size, r in choices] for i in range(LAYERS)]
     sums = (np.sum(each, 0) for each in itertools.product(*of))
@@ -87,11 +91,12 @@ def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
 def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
     # The result is little larger than the smallest plan within both limits, but much larger at a price of
     # 1.
-    monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
+    monkeypatch.setattr("convert.search.coded_search.CUT_FAILURES", 0)
     options = SearchOptions(0.2, min_retention=0.9)
 
     def ratio(seed: int) -> float:
-        best = CodedSearch(book := TaskBook(seed), options).run()
+        book = TaskBook(seed)
+        best = CodedSearch(books_of(book), options).run()
         assert best.increase <= 0.2
         assert best.least_retention >= 0.9
         return held(best.plan) / fewest_bytes(book, options)
@@ -107,13 +112,14 @@ def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
     """Return the book, the result, and the smallest plan on the way that reads everything."""
     book, seen = FakeBook(seed), []
-    best = CodedSearch(book, SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
+    options = SearchOptions(limit, objective="read")
+    best = CodedSearch(books_of(book), options, lambda trial, _: seen.append(trial)).run()
 
     def all_read(plan):
         return not any(ranks.settings.read for ranks in plan.layers if ranks.qk)
 
-    held = [trial for trial in seen if trial.increase <= limit and all_read(trial.plan)]
-    return book, best, min(held, key=lambda trial: trial.bytes_share)
+    whole = [trial for trial in seen if all_read(trial.plan)]
+    return book, best, whole[-1]  # Measured last, with arrays of its size.
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -140,36 +146,34 @@ def test_no_layer_of_the_result_can_read_less(seed):
             assert not fewer or book.measure(plan).increase > limit
 
 
-@pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
-@pytest.mark.full
-def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
+@pytest.mark.parametrize(("objective", "left"), [("bytes", REAL_SHARE), ("read", REAL_SHARE + 2 / 5)])
+def test_time_ends_a_stage_and_is_left_for_the_next(objective, left, monkeypatch):
     # Here a trial takes one second. The last trial may begin as time ends.
-    book, seen = FakeBook(0), []
-    monkeypatch.setattr("convert.search.search.time.monotonic", lambda: float(book.measured))
+    book, real = FakeBook(0), FakeBook(0)
+    monkeypatch.setattr("convert.search.search.time.monotonic", lambda: float(book.measured + real.measured))
     options = SearchOptions(0.8, objective=objective, minutes=30 / 60)
-    best = CodedSearch(book, options, lambda trial, _: seen.append(trial.plan)).run()
-    chosen = [any(ranks.settings.read for ranks in plan.layers if ranks.qk) for plan in seen]
-    assert len(seen) <= 30 + 1
-    assert chosen.index(True) == round(30 * (1 - left)) + 1
+    best = CodedSearch(CodedBooks(book, book, lambda: real), options).run()
+    assert book.measured == pytest.approx(30 * (1 - left), abs=1)
+    assert book.measured + real.measured <= 30 + 1
     assert best.increase <= 0.8
+    assert any(ranks.settings.read for ranks in best.plan.layers if ranks.qk) == (objective == "read")
 
 
 def test_less_is_read_though_single_layers_were_not_all_measured():
-    # Time suffices for the predicted path, for a few layers, and for choices.
-    search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
+    # Trials suffice for uniform plans, for a few layers, and for choices.
+    search = CodedSearch(books_of(FakeBook(0)), SearchOptions(0.8, trials=20, objective="read"))
     best = search.run()
     assert search.costs is None
     assert any(ranks.settings.read for ranks in best.plan.layers if ranks.qk)
     assert best.increase <= 0.8
 
 
-@pytest.mark.full
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
     # On average, less is then read though more may be stored. The limit is met as well.
     shares = []
     for seed in range(3):
         held, read = (
-            CodedSearch(FakeBook(seed), SearchOptions(0.8, objective=objective)).run()
+            CodedSearch(books_of(FakeBook(seed)), SearchOptions(0.8, objective=objective)).run()
             for objective in ("bytes", "read")
         )
         assert read.increase <= 0.8
@@ -205,7 +209,7 @@ def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
 def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(b.index <= a.index and b.read <= a.read for a, b in itertools.pairwise(CHOICES))
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1], head_dim=H)
-    search = CodedSearch(FakeBook(0, config.layers), SearchOptions(0.1))
+    search = CodedSearch(books_of(FakeBook(0, config.layers)), SearchOptions(0.1))
     plan = search._make_plan([layer((64, 4, 0), 3)], 64)
     plans = [plan, *(replace(plan, layers=(limit_reads(plan.layers[0], choice),)) for choice in CHOICES)]
     read = [each.bytes_read(TOKENS) for each in plans]
@@ -245,7 +249,7 @@ def test_levels_are_grades_that_plans_may_have(head_dim):
 def test_a_layer_that_slides_keeps_its_window():
     slides = replace(CONFIGS["llama"].layers[0], window=256)
     book = FakeBook(0, (slides, CONFIGS["llama"].layers[0]))
-    best = CodedSearch(book, SearchOptions(0.5)).run()
+    best = CodedSearch(books_of(book), SearchOptions(0.5)).run()
     assert best.plan.layers[0].qk == 0
     assert best.plan.layers[0].window <= 256
 
@@ -253,34 +257,50 @@ def test_a_layer_that_slides_keeps_its_window():
 @pytest.mark.full
 def test_the_last_stage_has_trials_of_its_own():
     book = FakeBook(1)
-    search = CodedSearch(book, SearchOptions(0.8, trials=40, objective="read"))
+    search = CodedSearch(books_of(book), SearchOptions(0.8, trials=40, objective="read"))
     search.run()
     assert any(ranks.qk and ranks.settings.read for ranks in search.best.plan.layers)
     assert book.measured <= 40
 
 
-def test_a_prediction_is_measured_before_single_layers():
-    # A few trials suffice for a plan within the limit, and the predicted path contains it.
-    book, seen = FakeBook(1), []
-    search = CodedSearch(book, SearchOptions(0.8, trials=10), lambda trial, _: seen.append(trial))
-    best = search.run()
-    assert book.measured <= 10
+def test_a_uniform_plan_is_found_before_layers_are_measured():
+    seen: list[Trial] = []
+    options = SearchOptions(0.8, trials=5)
+    best = CodedSearch(books_of(FakeBook(1)), options, lambda trial, _: seen.append(trial)).run()
     assert best.increase <= 0.8
-    assert best.bytes_share < search.book.share(seen[0].plan) or best is seen[0]
-    # Layers that cost most without far tokens store most.
-    size = [
-        sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0
-        for ranks in best.plan.layers
-    ]
-    order = np.argsort(book.profile.far_nats)
-    assert size[order[0]] < size[order[-1]]
+    assert len({*best.plan.layers}) == 1
+    assert best.bytes_share == min(trial.bytes_share for trial in seen if trial.increase <= 0.8)
 
 
-def test_a_profile_of_short_windows_foretells_nothing():
-    # Calibration used a short context, and the search measures layers as usual.
-    book = FakeBook(1)
-    book.profile = replace(book.profile, windows=np.array([64]), far_write=book.profile.far_write[:, :1])
-    assert CodedSearch(book, SearchOptions(0.8)).run().increase <= 0.8
+def test_a_layer_without_far_tokens_is_the_last_resort():
+    # A layer whose far tokens cost nothing keeps them until all bits are chosen.
+    book, seen = FakeBook(0), []
+    book.scale[1] = 1e-9
+    best = CodedSearch(
+        books_of(book), SearchOptions(0.2), lambda trial, _: seen.append(trial.plan.layers)
+    ).run()
+    cut = [any(ranks.qk == 0 for ranks in layers) for layers in seen]
+    assert best.plan.layers[1].qk == 0
+    assert not any(cut[: cut.index(True)])
+    assert cut.index(True) > len(UNIFORM)
+
+
+def test_a_plan_that_fails_with_real_arrays_is_not_the_result():
+    # Real arrays lose more here, and the next larger plan takes the place of the smallest.
+    book, real = FakeBook(0), FakeBook(0)
+    real.scale = 1.02 * book.scale
+    search = CodedSearch(CodedBooks(book, book, lambda: real), SearchOptions(0.3))
+    best = search.run()
+    assert best.increase == real.measure(best.plan).increase <= 0.3
+    smallest = min(trial.bytes_share for trial in simulated_within(book, 0.3))
+    assert best.bytes_share > smallest
+
+
+def simulated_within(book: FakeBook, limit: float) -> list[Trial]:
+    """Return the plans within the limit that a search without other real arrays measures."""
+    seen: list[Trial] = []
+    CodedSearch(books_of(book), SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
+    return [trial for trial in seen if trial.increase <= limit]
 
 
 def readable(ranks):
@@ -331,7 +351,7 @@ def test_four_bits_may_choose_on_kernels():
 @pytest.mark.parametrize("objective", ["bytes", "read"])
 @pytest.mark.full
 def test_a_search_on_kernels_finds_what_they_read(objective):
-    found = CodedSearch(FakeBook(0), SearchOptions(0.8, objective=objective, on_kernels=True)).run()
+    found = CodedSearch(books_of(FakeBook(0)), SearchOptions(0.8, objective=objective, on_kernels=True)).run()
     assert found.increase <= 0.8
     far = [ranks for ranks in found.plan.layers if ranks.qk]
     assert far
@@ -346,7 +366,7 @@ def test_kernels_are_for_codes_of_wide_heads():
     with pytest.raises(
         PlanError, match=r"on_kernels=True: the kernels decode head dimensions \(64, 128, 256\)"
     ):
-        CodedSearch(book, SearchOptions(0.8, on_kernels=True)).run()
+        CodedSearch(books_of(book), SearchOptions(0.8, on_kernels=True)).run()
 
 
 def test_foretold_costs_fall_with_the_error_of_scores():
@@ -368,7 +388,7 @@ def test_foretold_costs_fall_with_the_error_of_scores():
 @pytest.mark.full
 def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
-    best = CodedSearch(FakeBook(1), SearchOptions(0.8)).run()
+    best = CodedSearch(books_of(FakeBook(1)), SearchOptions(0.8, objective="read")).run()
     assert {ranks.settings.read for ranks in best.plan.layers if ranks.qk} == {0}
 
 
@@ -394,12 +414,12 @@ def test_costs_are_raised_to_those_of_larger_grades_alone():
 )
 def test_what_it_has_not_is_named(more, named):
     with pytest.raises(PlanError, match=named):
-        CodedSearch(FakeBook(0), SearchOptions(0.1, **more))
+        CodedSearch(books_of(FakeBook(0)), SearchOptions(0.1, **more))
 
 
 def test_the_result_is_said_in_words():
     book = FakeBook(0)
-    plan = CodedSearch(book, SearchOptions(0.1))._make_plan(
+    plan = CodedSearch(books_of(book), SearchOptions(0.1))._make_plan(
         [layer((64, 4, 0), 3), layer((64, 2, 5), 3), LayerRanks(0, 0)], 64
     )
     plan = replace(plan, layers=(limit_reads(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
@@ -424,7 +444,7 @@ def test_trials_are_the_loaded_models(folder):
     # Trials run one after another, and some share weights of layers.
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
     book = TrialBook(folder / "model", windows)
-    search = CodedSearch(book, SearchOptions(0.1))
+    search = CodedSearch(books_of(book), SearchOptions(0.1))
     whole, fewer = (
         build_layer(Precision(80, 8), Precision(80, 4)),
         build_layer(Precision(64, 2, 16, 5), Precision(80, 3)),
@@ -459,8 +479,9 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     # Far tokens harm this model, so only a price on layers without them makes quantized tokens useful.
     for name, few in (
         ("convert.search.coded_search.CHOICES", (TokenChoice(16, 32), TokenChoice(8, 16))),
-        ("zdc_jax.planning.coded_costs.KEY_PRECISIONS", ((1, 4, 0), (1, 8, 0))),
-        ("zdc_jax.planning.coded_costs.VALUE_BITS", (3, 8)),
+        ("convert.search.coded_search.UNIFORM", ((8, 0, 8), (2, 5, 2))),
+        ("zdc_jax.planning.coded_costs.KEY_PRECISIONS", ((1, 2, 5), (1, 8, 0))),
+        ("zdc_jax.planning.coded_costs.VALUE_BITS", (2, 8)),
     ):
         monkeypatch.setattr(name, few)
     measure = TrialBook.measure

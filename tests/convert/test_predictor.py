@@ -53,7 +53,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
         positions = jnp.arange(96)[None]
         x = network.embeddings.embed(jnp.asarray(row[None]), positions)
         q, k, v = block.attention.project(block.attention_norm(x), positions)
-        q, k, v = (np.asarray(y[0], np.float64) for y in (q, k, v))
+        q, k, v = (np.asarray(y[0], np.float64) for y in (q, k.keys, v))
         k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
         H, t, j = q.shape[-1], np.arange(96)[:, None], np.arange(96)
         near = (j < SINKS) | (j > t - window)

@@ -132,7 +132,7 @@ def documents() -> list[TaskDocument]:
 @pytest.mark.full
 def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
     # If the limit on perplexity is generous, the limit on tasks decides. The journal remembers both.
-    monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
+    monkeypatch.setattr("zdc_jax.evaluation.retention.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
     journal = tmp_path / "journal.jsonl"
     book = TrialBook(folder / "model", windows, documents(), journal=journal)
     assert book.counting == ["recall"]
@@ -203,11 +203,14 @@ def test_journals_of_version_1_are_read(folder, windows, tmp_path):
 
 
 def fail_on(lines, build):
-    """Wrap `build` so that plans already in the journal fail the test."""
+    """Wrap `build` so that plans already in the journal fail the test.
+
+    The unmodified model runs once more, for the KL divergence of further plans.
+    """
     names = {json.dumps(json.loads(line)["plan"]) for line in lines}
 
     def checked(plan):
-        assert json.dumps(None if plan is None else plan.to_json()) not in names
+        assert plan is None or json.dumps(plan.to_json()) not in names
         return build(plan)
 
     return checked

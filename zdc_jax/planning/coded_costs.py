@@ -24,6 +24,7 @@ KEY_PRECISIONS = (
     (1, 2, 0),
     (3 / 4, 2, 4),
     (3 / 4, 2, 5),
+    (1, 2, 4),
     (1, 2, 5),
     (1, 2, 6),
     (1, 3, 5),
@@ -84,10 +85,13 @@ def expected_error(
     return float(sum(errors, start=dropped).sum())
 
 
-def key_shares(basis: Basis, layer: int, levels: Sequence[Precision]) -> Float[np.ndarray, " levels"]:
-    """Return the predicted costs of the keys of a layer at each precision, relative to the first precision.
+def key_shares(
+    basis: Basis, layer: int, levels: Sequence[Precision], unit: Precision | None = None
+) -> Float[np.ndarray, " levels"]:
+    """Return the predicted costs of the keys of a layer at each precision, relative to those at `unit`.
 
-    The costs are proportional to the expected errors of the scores.
+    The costs are proportional to the expected errors of the scores, and the last one is 0. `unit` is one of
+    the levels, by default the first.
     """
     equal = np.ones(basis.k_map[layer].shape[:2])  # For a basis of an older release, without rms.
 
@@ -95,7 +99,8 @@ def key_shares(basis: Basis, layer: int, levels: Sequence[Precision]) -> Float[n
         return equal if rms is None else np.square(rms[layer])
 
     k, q = mean_squares(basis.k_rms), mean_squares(basis.q_rms)
-    return _normalize([expected_error(precision, k, q) for precision in levels])
+    errors = [expected_error(precision, k, q) for precision in levels]
+    return _normalize(errors, 0 if unit is None else levels.index(unit))
 
 
 def predict_costs(basis: Basis, far_nats: Float[np.ndarray, " L"], head_dim: int) -> LayerCosts:
@@ -150,6 +155,6 @@ def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis) -> Forec
     )
 
 
-def _normalize(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
-    """Shift and scale errors so that the first is 1 and the last is 0."""
-    return (np.array(errors) - errors[-1]) / (errors[0] - errors[-1])
+def _normalize(errors: Sequence[float], unit: int = 0) -> Float[np.ndarray, " levels"]:
+    """Shift and scale errors so that the one at index `unit` is 1 and the last is 0."""
+    return (np.array(errors) - errors[-1]) / (errors[unit] - errors[-1])
