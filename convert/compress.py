@@ -1,13 +1,15 @@
 """One command from a checkpoint to a judged plan: conversion, calibration, choice and judgement (ours).
 
-Plans have the same bits in all layers, so that few are tried: those of `CANDIDATES`. The choice begins at the
-preset `3bit` and moves to fewer bytes while the limits hold, else to more. The chosen plan is then judged on
-text that neither the calibration nor the choice has read.
+A search finds the smallest plan within the limits (`convert.search.coded_search`). It is then judged on text
+that neither the calibration nor the search has read. If it fails there, larger plans of the search are
+judged, and then the uniform plans of `FALLBACKS`.
 """
 
+import contextlib
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +20,13 @@ import jax.numpy as jnp
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert
 from convert.default_text import write_default_text
+from convert.search.coded_search import CodedBooks, CodedSearch
+from convert.search.search import SearchOptions, describe_bytes
+from convert.search.trials import Trial
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import CheckpointError, EvaluationError
-from zdc_jax.evaluation.evaluate import ContextReport, Evaluation, prepare
+from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, ZDCError
+from zdc_jax.evaluation.evaluate import Evaluation, Material, prepare
 from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
 from zdc_jax.files import load_json, whole_file
@@ -29,25 +34,21 @@ from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load, stored_basis
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.presets import PLAN_FILE, coded_plan, index_size
+from zdc_jax.presets import PLAN_FILE, coded_plan
 
-STATE_FILE = "compress.json"
-"""File in the output that lets an interrupted run continue, and keeps what was measured."""
+LEAST_CONTEXT = 1024
+"""Shortest context in tokens. The questions of all tasks need several hundred."""
+STATE_FILE, JOURNAL_FILE = "compress.json", "compress.journal.jsonl"
+"""Files in the output that let an interrupted run continue, and keep what was measured."""
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
 SEARCH_RETENTION, JUDGED_RETENTION = 0.97, 0.95
-"""Smallest retention of each task that counts, in the choice and in the judgement."""
-CANDIDATES: dict[str, dict[str, int]] = {
-    "index 4, keys 2, values 2": {"bits_index": 4, "bits_k": 2, "bits_v": 2},
-    "index 5, keys 2, values 2": {"bits_index": 5, "bits_k": 2, "bits_v": 2},
-    "index 4, keys 2, values 3": {"bits_index": 4, "bits_k": 2, "bits_v": 3},
-    "3bit": {"bits_index": 5, "bits_k": 2, "bits_v": 3},
-    "index 5, keys 3, values 3": {"bits_index": 5, "bits_k": 3, "bits_v": 3},
-    "4bit": {"index": 0, "bits_k": 4, "bits_v": 4},
-    "6bit": {"index": 0, "bits_k": 6, "bits_v": 6},
-    "8bit": {"index": 0, "bits_k": 8, "bits_v": 8},
-}
-"""Bits of the plans that are tried, in order of bytes."""
-FIRST = [*CANDIDATES].index("3bit")
+"""Smallest retention of each task that counts, in the search and in the judgement."""
+SAFER = (0.6, 0.3)
+"""Shares of the limits that the larger plans of the search use, which are judged if the best one fails."""
+FALLBACKS = {"4bit": 4, "8bit": 8}
+"""Bits of all keys and values in the plans that are judged last."""
+JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
+"""Splits of the text on which plans are measured."""
 SPEED_TOKENS = 32
 """Tokens generated to measure speed."""
 
@@ -58,11 +59,11 @@ class CompressOptions:
 
     Attributes:
       max_loss: Largest relative increase of perplexity, such as 0.01 for 1 %.
-      context: Context length to calibrate, choose and judge at, in tokens.
-      minutes: Time after which no further plan is tried. The judgement follows in any case.
+      context: Context length to calibrate, search and judge at, in tokens.
+      minutes: Time after which no further plan is searched. The judgement follows in any case.
       tokens: Tokens of text to calibrate on.
-      documents: Most documents with task questions, and most text windows, in the choice and in the
-        judgement.
+      documents: Most documents with task questions, and most text windows, in the judgement. The search reads
+        half as many.
       seed: Seed that chooses text and facts.
     """
 
@@ -76,9 +77,9 @@ class CompressOptions:
     def __post_init__(self) -> None:
         if not 0 < self.max_loss < 1:
             raise EvaluationError(f"max_loss={self.max_loss} must lie between 0 and 1, such as 0.01 for 1 %")
-        if self.minutes < 0:
-            raise EvaluationError(f"minutes={self.minutes} must not be negative")
-        for name, least in (("context", 256), ("documents", 1), ("tokens", 1)):
+        if not self.minutes > 0:
+            raise EvaluationError(f"minutes={self.minutes} must be above 0")
+        for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1)):
             if (value := getattr(self, name)) < least:
                 raise EvaluationError(f"{name}={value} must be at least {least}")
 
@@ -125,7 +126,9 @@ class _State:
     """Measurements of a run so far, in a file of the output."""
 
     def __init__(self, path: Path, run: dict[str, Any]):
-        self.path, self.run, self.reports, self.is_done = path, run, dict[str, Any](), False
+        self.path, self.run, self.is_done = path, run, False
+        self.plans: dict[str, Any] | None = None  # Plans to judge by name, after the search.
+        self.reports = dict[str, Any]()
 
     @classmethod
     def open(cls, output: Path, run: dict[str, Any], *, overwrite: bool) -> "_State":
@@ -143,12 +146,17 @@ class _State:
                 f"{output} exists, and no interrupted run with the same options made it; "
                 "pass --overwrite to replace it, or choose another folder"
             )
-        state.reports = stored["reports"]
+        state.plans, state.reports = stored["plans"], stored["reports"]
         return state
 
     def save(self) -> None:
         """Write the state atomically."""
-        value = {"run": self.run, "done": self.is_done, "reports": self.reports}
+        value = {
+            "run": self.run,
+            "done": self.is_done,
+            "plans": self.plans,
+            "reports": self.reports,
+        }
         with whole_file(self.path) as file:
             file.write_text(json.dumps(value, indent=1) + "\n")
 
@@ -162,7 +170,7 @@ def compress(
     overwrite: bool = False,
     watch: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Convert a checkpoint, calibrate it, choose and judge a plan, and store all in one folder.
+    """Convert a checkpoint, calibrate it, search and judge a plan, and store all in one folder.
 
     An interrupted run continues where it stopped if it is called again with the same options.
 
@@ -188,17 +196,23 @@ def compress(
     with TemporaryDirectory() as scratch:
         paths = [*texts] or [write_default_text(Path(scratch) / "python-documentation")]
         documents = list(read_documents(paths))  # Bad paths fail before any work.
-        if overwrite or not output.exists():
+        if is_new := overwrite or not output.exists():
             watch(f"converting {source}")
             convert(source, output, overwrite=overwrite)
-            state.save()
         checkpoint = Checkpoint.open(output)
+        try:
+            materials = {split: _prepare(checkpoint, documents, options, split) for split in JUDGED_SPLITS}
+        except ZDCError:
+            if is_new:  # Other options would find a folder that they did not make.
+                shutil.rmtree(output)
+            raise
+        state.save()
         if not (checkpoint.calibration_path / "basis").exists():
             watch(f"calibrating on {options.tokens:,} tokens")
             text = _write_unjudged(Path(scratch) / "calibration", documents)
             dtype = _calibration_dtype(checkpoint)
             calibrate(output, [text], _calibration_options(options, checkpoint), dtype=dtype)
-    return _choose_and_judge(checkpoint, documents, options, state, watch)
+    return _choose_and_judge(checkpoint, materials, options, state, watch)
 
 
 def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
@@ -231,88 +245,116 @@ def _calibration_dtype(checkpoint: Checkpoint) -> str | None:
 
 def _choose_and_judge(
     checkpoint: Checkpoint,
-    documents: list[Document],
+    materials: Mapping[Split, Material],
     options: CompressOptions,
     state: _State,
     watch: Callable[[str], None],
 ) -> Outcome:
-    trials = _Trials(checkpoint, documents, options, state, watch)
-    ends, names = time.monotonic() + 60 * options.minutes, [*CANDIDATES]
-    index = FIRST
-    if trials.holds("search", names[index]):
-        while index > 0 and time.monotonic() < ends and trials.holds("search", names[index - 1]):
-            index -= 1
-    else:
-        index += 1
-        while index < len(names) - 1 and time.monotonic() < ends and not trials.holds("search", names[index]):
-            index += 1
-    while not (within := trials.holds("report", names[index])) and index < len(names) - 1:
-        index += 1
-    plan = trials.plan(names[index])
+    if state.plans is None:
+        watch(f"searching for at most {options.minutes:g} minutes")
+        plans = _search(checkpoint, materials["search"], options, watch)
+        state.plans = {name: plan.to_json() for name, plan in plans.items()}
+        state.save()
+    judge = _Judge(checkpoint, materials["report"], options, state, watch)
+    name = next((name for name in state.plans if judge.holds(name)), None)
+    within, name = name is not None, name or [*state.plans][-1]
+    plan = judge.plan(name)
     plan.save(checkpoint.path / PLAN_FILE)
-    rows = trials.dense_row(), trials.row(names[index])
+    rows = judge.dense_row(), judge.row(name)
     state.is_done = True
     state.save()
     return Outcome(plan, rows, within)
 
 
-class _Trials:
-    """Measurements of candidates, each made once and kept in the state."""
+def _search(
+    checkpoint: Checkpoint, material: Material, options: CompressOptions, watch: Callable[[str], None]
+) -> dict[str, CompressionPlan]:
+    """Return the plans to judge, the smallest first."""
+    basis = stored_basis(checkpoint)
+    assert material.windows is not None  # Perplexity is one of the tasks.
+    began = time.monotonic()
+    books = CodedBooks.open(
+        checkpoint.path,
+        material.windows,
+        material.task_documents,
+        dtype=None,
+        batch=1,
+        journal=checkpoint.path / JOURNAL_FILE,
+    )
+    limits = SearchOptions(options.max_loss, min_retention=SEARCH_RETENTION, minutes=options.minutes)
+
+    def tell(trial: Trial, best: Trial | None) -> None:
+        if trial is best:
+            watch(f"best so far: {describe_bytes(best)} at {best.increase:+.2%}")
+
+    search = CodedSearch(books, limits, tell, began)
+    plans = {}
+    with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
+        plans["searched"] = books.simulated.bind(search.run().plan)
+        plans |= {f"searched, {share:.0%} of the limits": plan for share, plan in search.list_safer(SAFER)}
+    for name, bits in FALLBACKS.items():
+        plans[name] = coded_plan(checkpoint, basis, {"bits_k": bits, "bits_v": bits})
+    return plans
+
+
+def _prepare(
+    checkpoint: Checkpoint, documents: list[Document], options: CompressOptions, split: Split
+) -> Material:
+    """Return text windows and task documents of one split of the text."""
+    config = checkpoint.config
+    (material,) = prepare(
+        config,
+        checkpoint.tokenizer(),
+        CompressionPlan.full(config),
+        documents,
+        tasks=TASKS,
+        contexts=(min(options.context, config.max_positions),),
+        split=split,
+        max_documents=options.documents if split == "report" else -(-options.documents // 2),
+        seed=options.seed,
+    )
+    return material
+
+
+class _Judge:
+    """Judgements of plans, each made once and kept in the state."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        documents: list[Document],
+        material: Material,
         options: CompressOptions,
         state: _State,
         watch: Callable[[str], None],
     ):
         self.checkpoint, self.options, self.state, self.watch = checkpoint, options, state, watch
-        self.documents, self.context = documents, min(options.context, checkpoint.config.max_positions)
-        self.basis = stored_basis(checkpoint)
+        self.material, self.context = material, material.context
         self.dense = load(checkpoint.path)
-        self.evaluations: dict[Split, Evaluation] = {}
+        self.evaluation: Evaluation | None = None
 
     def plan(self, name: str) -> CompressionPlan:
-        """Return a candidate's plan."""
-        settings = {"index": index_size(self.checkpoint.config.head_dim)} | CANDIDATES[name]
-        return coded_plan(self.checkpoint, self.basis, settings)
+        """Return a plan of the state."""
+        assert self.state.plans is not None
+        return CompressionPlan.from_json(self.state.plans[name], self.state.path)
 
-    def holds(self, split: Split, name: str) -> bool:
-        """Return whether a candidate holds the limits on a split of the text."""
-        report = self.report(split, name)
-        least = SEARCH_RETENTION if split == "search" else JUDGED_RETENTION
+    def holds(self, name: str) -> bool:
+        """Return whether a plan holds the limits."""
+        report = self.report(name)
         worst = _find_worst(report)
-        return report["perplexity"]["increase"] <= self.options.max_loss and (worst is None or worst >= least)
+        is_retained = worst is None or worst >= JUDGED_RETENTION
+        return report["perplexity"]["increase"] <= self.options.max_loss and is_retained
 
-    def report(self, split: Split, name: str) -> Any:
-        """Return a candidate's report, measured if it is not in the state yet."""
-        key = f"{split}: {name}"
-        if key not in self.state.reports:
-            self.watch(f"{'trying' if split == 'search' else 'judging'} {name}")
+    def report(self, name: str) -> Any:
+        """Return the report of a plan, measured if it is not in the state yet."""
+        if name not in self.state.reports:
+            self.watch(f"judging {name}")
+            if self.evaluation is None:
+                dense = _network_of(self.dense)
+                self.evaluation = Evaluation(dense, self.material, protocol="cached", batch=1)
             network = _network_of(load(self.checkpoint.path, self.plan(name)))
-            report: ContextReport = self._evaluation(split).evaluate(network)
-            self.state.reports[key] = report.to_json()
+            self.state.reports[name] = self.evaluation.evaluate(network).to_json()
             self.state.save()
-        return self.state.reports[key]
-
-    def _evaluation(self, split: Split) -> Evaluation:
-        if split not in self.evaluations:
-            config, tokenizer = self.checkpoint.config, self.checkpoint.tokenizer()
-            (material,) = prepare(
-                config,
-                tokenizer,
-                CompressionPlan.full(config),
-                self.documents,
-                tasks=TASKS,
-                contexts=(self.context,),
-                split=split,
-                max_documents=self.options.documents,
-                seed=self.options.seed,
-            )
-            dense = _network_of(self.dense)
-            self.evaluations[split] = Evaluation(dense, material, protocol="cached", batch=1)
-        return self.evaluations[split]
+        return self.state.reports[name]
 
     def dense_row(self) -> Row:
         """Return the table's line for the unmodified model."""
@@ -321,7 +363,7 @@ class _Trials:
 
     def row(self, name: str) -> Row:
         """Return the table's line for a judged candidate."""
-        plan, report = self.plan(name), self.report("report", name)
+        plan, report = self.plan(name), self.report(name)
         full = CompressionPlan.full(self.checkpoint.config)
         return Row(
             name,

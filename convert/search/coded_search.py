@@ -217,6 +217,18 @@ class CodedSearch(Search):
             )
         return super().run()
 
+    def list_safer(self, shares: Sequence[float]) -> list[tuple[float, CompressionPlan]]:
+        """Return the smallest simulated plan that uses at most each of these shares of the limits.
+
+        Shares without such a plan are left out. The plans are bound to the model.
+        """
+        safer = []
+        for share in shares:
+            within = (trial.plan for trial in self.within if self.cost(trial) <= share)
+            if (plan := min(within, key=self.size, default=None)) is not None:
+                safer.append((share, self.books.simulated.bind(plan)))
+        return safer
+
     def try_plan(self, plan: CompressionPlan) -> Trial:
         trial = super().try_plan(plan)
         if self.cost(trial) <= self.allowed:
@@ -345,7 +357,7 @@ class CodedSearch(Search):
             failures += self.try_plan(plan) is not self.best
 
     def _halve_window(self) -> None:
-        """Halve the window while the limits hold. Each window is compiled anew."""
+        """Reduce the window while the limits hold. Each window needs a compilation."""
         assert self.best is not None
         while (half := self.best.plan.window // 2) >= SHORTEST_WINDOW:
             if self.try_plan(replace(self.best.plan, window=half)) is not self.best:

@@ -1,6 +1,6 @@
 """Simulation of plans of method `coded`: their bits are data, so that one compiled program serves all (ours).
 
-Real arrays have a shape for each number of bits, and every shape is compiled anew, which takes most of the
+Real arrays have a shape for each number of bits, and every shape needs a compilation, which takes most of the
 time of a search. Here older (*far*) keys and values are rounded as a plan asks, and stored at full width. The
 rounding is one branch of a `jax.lax.switch`, chosen by numbers among the weights of a layer.
 """
