@@ -48,7 +48,7 @@ class Evaluate:
     """
 
     path: ModelFolder
-    texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT")]
+    texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT", "required by most tasks")]
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     tasks: tuple[str, ...] = TASKS
     contexts: Annotated[tuple[int, ...], show_default("the model's positions, at most 4096")] = ()
