@@ -3,7 +3,17 @@
 import sys
 from importlib.util import find_spec
 
-TOOLS = ("gguf", "matplotlib", "optax", "rich", "scipy", "threadpoolctl", "transformers", "tyro")
+TOOLS = (
+    "gguf",
+    "matplotlib",
+    "optax",
+    "rich",
+    "scipy",
+    "threadpoolctl",
+    "transformers",
+    "tyro",
+    "wonderwords",
+)
 """Packages of the extra `tools`, which the library can serve without."""
 
 

@@ -16,7 +16,7 @@ from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation.answers import Protocol
-from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare
+from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare, reads_text
 from zdc_jax.evaluation.text import read_documents
 from zdc_jax.files import whole_file
 from zdc_jax.loading import load
@@ -33,13 +33,14 @@ class Evaluate:
     Attributes:
       path: Converted folder.
       texts: Text files or folders, best of text that calibration did not read. A third of the text is read,
-        which `zdc plan` does not search on.
-      tasks: Measurements to make. copy@1024 is the task copy at a distance of 1024 tokens.
-      contexts: Context lengths in tokens, questions included.
+        which `zdc plan` does not search on. Tasks of RULER without a haystack of text need none.
+      tasks: Measurements to make. copy@1024 is the task copy at a distance of 1024 tokens, long_agreement
+        compares 2,000 generated tokens, and ruler stands for all tasks of RULER.
+      contexts: Context lengths in tokens, questions included, and answers of RULER.
       protocol: Attention inside a context. cached: through the compressed cache; exact: uncompressed, so that
         only the questions see the compressed cache.
       max_documents: Most documents with questions per context length. Measuring stops earlier once fewer are
-        conclusive.
+        conclusive. Tasks of RULER have as many samples each, and read all of them.
       batch: Contexts to run at once.
       seed: Seed that chooses text and the facts put into it.
       dtype: Dtype to run in.
@@ -47,7 +48,7 @@ class Evaluate:
     """
 
     path: ModelFolder
-    texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT")]
+    texts: Annotated[Positional[tuple[Path, ...]], show_repeated("TEXT", "required by most tasks")]
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     tasks: tuple[str, ...] = TASKS
     contexts: Annotated[tuple[int, ...], show_default("the model's positions, at most 4096")] = ()
@@ -59,8 +60,11 @@ class Evaluate:
     output: Annotated[Path | None, show_default("none")] = None
 
     def run(self, console: Console) -> None:
-        if not self.texts:
-            raise TextError("TEXT is missing; give at least one text file or folder after the model's folder")
+        if not self.texts and (reading := [task for task in self.tasks if reads_text(task)]):
+            raise TextError(
+                "TEXT is missing; give at least one text file or folder after the model's folder, or leave "
+                f"out tasks that read text: {', '.join(reading)}"
+            )
         if self.batch < 1:
             raise EvaluationError(f"--batch {self.batch}: must be at least 1")
         if self.output is not None:
@@ -73,7 +77,7 @@ class Evaluate:
             checkpoint.config,
             checkpoint.tokenizer(),
             plan or CompressionPlan.full(checkpoint.config),
-            read_documents(self.texts),
+            read_documents(self.texts) if self.texts else (),
             tasks=self.tasks,
             contexts=self.contexts,
             max_documents=self.max_documents,

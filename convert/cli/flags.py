@@ -57,9 +57,9 @@ def show_default(words: str) -> Any:
     return tyro.conf.arg(help_behavior_hint=f"(default: {words})")
 
 
-def show_repeated(name: str) -> Any:
-    """Show a positional argument in the help as required and repeatable."""
-    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
+def show_repeated(name: str, hint: str = "required") -> Any:
+    """Show a positional argument in the help as repeatable, with a hint when it is required."""
+    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint=f"({hint})")
 
 
 ModelFolder = Annotated[Positional[Path], tyro.conf.arg(metavar="MODEL")]

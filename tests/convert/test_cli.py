@@ -153,7 +153,7 @@ def test_help_shows_what_is_required(command, usage, capsys):
         main([command, "--help"])
     out = capsys.readouterr().out.split("options ")[0]
     assert f"MODEL {usage} [{usage} ...]" in out
-    assert out.count("(required)") == 2
+    assert out.count("(required") == 2
 
 
 @pytest.mark.parametrize("output", ["{}/nowhere/report.json", "{}/text"])
@@ -325,6 +325,14 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
         (["evaluate", "{}/model"], "TEXT is missing"),
+        (
+            ["evaluate", "{}/model", "--tasks", "vt", "niah_single_2"],
+            "or leave out tasks that read text: niah_single_2",
+        ),
+        (
+            ["evaluate", "{}/model", "--tasks", "vt", "--contexts", "128"],
+            "--contexts 128: task 'vt' needs at least",
+        ),
         (["evaluate", "{}/model", "{}/text", "--tasks"], "--tasks must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
         (

@@ -10,10 +10,8 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.evaluation.greedy import generate_greedy
 from zdc_jax.evaluation.perplexity import compare_predictions
-from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS, row_numbers
-from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, Flat, decode, first
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 CONTINUED = 64
@@ -95,7 +93,7 @@ def continue_contexts(
       hidden: last hidden states of the contexts.
       cache: cache of the contexts; it is not modified.
     """
-    tokens, counts = _generate_greedy(network, hidden, cache)
+    tokens, counts = _generate(network, hidden, cache)
     states = np.asarray(_compute_states(network, hidden, cache, tokens))
     return [
         Continuation(tokens=tokens[row], count=int(counts[row]), hidden=states[row])
@@ -123,7 +121,7 @@ def compare_continuations(
     states = _compute_states(network, hidden, cache, tokens)
     dense_states = jnp.asarray(np.stack([each.hidden for each in continuations]))
     kl, same = map(np.asarray, compare_predictions(dense, dense_states, network.embeddings, states))
-    _, counts = _generate_greedy(network, hidden, cache)
+    _, counts = _generate(network, hidden, cache)
     divergences = []
     for row, each in enumerate(continuations):
         differences = np.flatnonzero(~same[row, : each.count])
@@ -138,21 +136,12 @@ def compare_continuations(
     return divergences
 
 
-def _generate_greedy(
+def _generate(
     network: Transformer, hidden: Array, cache: KVCache
 ) -> tuple[Int[np.ndarray, "B tokens"], Int[np.ndarray, " B"]]:
     """Return `CONTINUED` greedy tokens, and their number up to and including a stop token."""
-    stop, key = network.config.eos_ids[:MAX_STOP_TOKENS], np.zeros(2, np.uint32)  # Greedy steps use no key.
-    numbers = np.stack(
-        [row_numbers(length, CONTINUED, stop, Sampling(), key) for length in cache.lengths.tolist()]
-    )
-    wanted, cache = np.ones(len(numbers), bool), jax.tree.map(jnp.copy, cache)  # The steps donate the cache.
-    flat = Flat.of(network)
-    state, begun = first(flat, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")
-    limit = np.int32(CONTINUED)
-    _, later = decode(flat, state, wanted, numbers, limit, steps=CONTINUED, choice="greedy")
-    tokens = np.concatenate([begun.tokens, later.tokens[:, :-1]], axis=1)
-    return tokens, 1 + np.asarray(later.counts)
+    copied = jax.tree.map(jnp.copy, cache)
+    return generate_greedy(network, hidden, copied, CONTINUED, stop=network.config.eos_ids)
 
 
 def _compute_states(

@@ -14,7 +14,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
+from zdc_jax.generation.steps import PREFILL_CHUNK, bucket, take_last
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 Protocol = Literal["cached", "exact"]
@@ -60,17 +60,48 @@ def read_contexts(
     Raises:
       CacheMemoryError: the cache does not fit into memory.
     """
-    tokens = jnp.asarray(contexts)
-    B, S = tokens.shape
+    B, S = contexts.shape
+    lengths = np.full(B, S, np.int32)
+    return read_prompts(network, contexts, lengths, capacity=S + room, protocol=protocol)
+
+
+def read_prompts(
+    network: Transformer,
+    tokens: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, " B"],
+    *,
+    capacity: int,
+    protocol: Protocol,
+) -> tuple[Float[Array, "B D"], KVCache]:
+    """Read prompts of different lengths into a new cache, as `read_contexts` does.
+
+    Args:
+      network: network to run.
+      tokens: token ids, int32, padded on the right.
+      lengths: tokens of each prompt, int32, at least 1.
+      capacity: tokens that the cache can hold for each sequence.
+      protocol: how prompts are read (`Protocol`).
+
+    Returns:
+      hidden states of the last token of each prompt, and the cache.
+
+    Raises:
+      CacheMemoryError: the cache does not fit into memory.
+    """
+    (B, T), ends = tokens.shape, jnp.asarray(lengths)
     if protocol == "exact":
-        hidden, cache = network.read_prompt(tokens, jnp.full(B, S, jnp.int32), capacity=S + room)
-        return hidden[:, -1], cache
-    cache, width = network.new_cache(batch=B, capacity=S + room), min(S, PREFILL_CHUNK)
-    tokens = jnp.pad(tokens, ((0, 0), (0, -S % width)))  # Chunks of one width compile once.
-    for start in range(0, S, width):
-        end = jnp.full(B, min(S, start + width), jnp.int32)
-        hidden, cache = network.extend(cache, tokens[:, start : start + width], end)
-    return hidden[:, (S - 1) % width], cache
+        hidden, cache = network.read_prompt(jnp.asarray(tokens), ends, capacity=capacity)
+        return take_last(hidden, ends), cache
+    cache, width = network.new_cache(batch=B, capacity=capacity), min(T, PREFILL_CHUNK)
+    chunks = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -T % width)))  # Chunks of one width compile once.
+    last = None
+    for start in range(0, T, width):
+        chunk = chunks[:, start : start + width]
+        hidden, cache = network.extend(cache, chunk, jnp.minimum(ends, start + width))
+        newest = take_last(hidden, jnp.minimum(ends - start, width))
+        last = newest if last is None else jnp.where((ends > start)[:, None], newest, last)
+    assert last is not None  # There is at least one token.
+    return last, cache
 
 
 def answers_on(

@@ -22,9 +22,22 @@ from zdc_jax.evaluation.agreement import (
     continue_contexts,
 )
 from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
+from zdc_jax.evaluation.long_agreement import (
+    LONG_TOKENS,
+    MAX_PROMPTS,
+    LongAgreement,
+    compare_texts,
+    write_texts,
+)
 from zdc_jax.evaluation.perplexity import PerplexityReport, Predictions, compare, predict
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
+from zdc_jax.evaluation.ruler import ALL as RULER
+from zdc_jax.evaluation.ruler import RECIPES
+from zdc_jax.evaluation.ruler.answer import score_task
+from zdc_jax.evaluation.ruler.haystack import collect_words
+from zdc_jax.evaluation.ruler.prompt import RulerTask, Setting, make_task
+from zdc_jax.evaluation.ruler.score import RulerScore, compare_scores
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import Document, token_windows
@@ -32,9 +45,11 @@ from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
-PERPLEXITY, AGREEMENT = "perplexity", "agreement"
-"""Names of the two measurements that are not modules in `zdc_jax.evaluation.tasks`."""
+PERPLEXITY, AGREEMENT, LONG_AGREEMENT = "perplexity", "agreement", "long_agreement"
+"""Names of the measurements that are not tasks."""
 TASKS = (PERPLEXITY, AGREEMENT, *task_modules.names())
+"""Measurements that are made by default."""
+ALL_TASKS = (*TASKS, LONG_AGREEMENT, RULER, *RECIPES)
 """All names that `prepare` accepts. Some tasks also accept a distance, for example `copy@1024`."""
 MIN_DOCUMENTS = 8
 """Fewest task documents to evaluate, and documents between two checks of the retention intervals."""
@@ -54,12 +69,16 @@ class Material:
       windows: windows of text for perplexity, int32 [W, context]; None if perplexity was not requested.
       task_documents: documents for tasks and agreement.
       agreement: whether to measure agreement.
+      long_prompts: prompts of long texts, int32 [n, context]; None if long agreement was not requested.
+      ruler: samples of each requested task of RULER.
     """
 
     context: int
     windows: Int[np.ndarray, "W T"] | None
     task_documents: Sequence[TaskDocument]
     agreement: bool
+    long_prompts: Int[np.ndarray, "n T"] | None
+    ruler: Mapping[str, RulerTask]
 
 
 @dataclass(frozen=True)
@@ -70,13 +89,17 @@ class ContextReport:
       context: context length in tokens.
       perplexity: perplexity report; None if not requested.
       agreement: agreement of continuations; None if not requested.
-      tasks: retention of each requested task.
+      tasks: retention of each requested task of `zdc_jax.evaluation.tasks`.
+      long_agreement: agreement and repetition of long texts; None if not requested.
+      ruler: score of each requested task of RULER.
     """
 
     context: int
     perplexity: PerplexityReport | None
     agreement: Agreement | None
     tasks: Mapping[str, Retention]
+    long_agreement: LongAgreement | None
+    ruler: Mapping[str, RulerScore]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -104,12 +127,14 @@ def prepare(
       tokenizer: tokenizer of the model.
       plan: plan to evaluate. The context lengths match the alignment of its caches, so other plans can use
         the same material only if their caches have the same alignment.
-      documents: documents; only the passages of `split` are used.
-      tasks: `perplexity`, `agreement` and names from `zdc_jax.evaluation.tasks`.
+      documents: documents; only the passages of `split` are used. None are needed where no task reads text
+        (`reads_text`).
+      tasks: names from `ALL_TASKS`; `ruler` stands for all tasks of RULER.
       contexts: context lengths in tokens, including questions. Default: the positions of the model, at most
         4096.
       split: split of the text to use.
-      max_documents: largest number of task documents, and of perplexity windows if less than `MAX_WINDOWS`.
+      max_documents: largest number of task documents, and of perplexity windows if less than `MAX_WINDOWS`;
+        number of samples of each task of RULER.
       seed: seed for choosing text and for drawing tasks.
 
     Raises:
@@ -123,14 +148,20 @@ def prepare(
         if value < least:
             raise EvaluationError(f"{name}={value} must be >= {least}")
     if not tasks:
-        raise EvaluationError(f"tasks={tasks!r} must name at least one of {', '.join(TASKS)}")
+        raise EvaluationError(f"tasks={tasks!r} must name at least one of {', '.join(ALL_TASKS)}")
     for task in tasks:
-        if task.partition("@")[0] not in TASKS:
-            raise EvaluationError(f"task {task!r} must be one of {', '.join(TASKS)}")
+        if task.partition("@")[0] not in ALL_TASKS:
+            raise EvaluationError(f"task {task!r} must be one of {', '.join(ALL_TASKS)}")
     contexts = contexts or (min(config.max_positions, 4096),)
     for context in contexts:
         if not 2 <= context <= config.max_positions:
             raise EvaluationError(f"{context=} must be 2 to the model's {config.max_positions} positions")
+        if LONG_AGREEMENT in tasks and context + LONG_TOKENS > config.max_positions:
+            raise EvaluationError(
+                f"{context=}: task '{LONG_AGREEMENT}' generates {LONG_TOKENS} tokens after the context, but "
+                f"the model has {config.max_positions} positions; choose contexts of at most "
+                f"{config.max_positions - LONG_TOKENS} tokens or leave out the task"
+            )
     split_documents = list(documents_of(split, documents))
     return [
         _make_material(config, tokenizer, plan, split_documents, tasks, context, max_documents, split, seed)
@@ -163,15 +194,57 @@ def _make_material(
             )
         return windows
 
-    poses = task_modules.chosen((task for task in tasks if task not in (PERPLEXITY, AGREEMENT)), context)
+    alignment = ALIGNMENT if set(tasks) == {PERPLEXITY} else _compute_alignment(plan, config)
+    poses = task_modules.chosen((task for task in tasks if _is_posed(task)), context)
     task_documents: list[TaskDocument] = []
     if poses or AGREEMENT in tasks:
-        length = context_length(context, _compute_alignment(plan, config))
         task_documents = make_task_documents(
-            poses, cut_windows(length, max_documents), tokenizer, seed=seed, not_drawn=config.eos_ids
+            poses,
+            cut_windows(context_length(context, alignment), max_documents),
+            tokenizer,
+            seed=seed,
+            not_drawn=config.eos_ids,
         )
-    windows = cut_windows(context, min(max_documents, MAX_WINDOWS)) if PERPLEXITY in tasks else None
-    return Material(context, windows, task_documents, AGREEMENT in tasks)
+    return Material(
+        context=context,
+        windows=cut_windows(context, min(max_documents, MAX_WINDOWS)) if PERPLEXITY in tasks else None,
+        task_documents=task_documents,
+        agreement=AGREEMENT in tasks,
+        long_prompts=cut_windows(context, min(max_documents, MAX_PROMPTS))
+        if LONG_AGREEMENT in tasks
+        else None,
+        ruler=_make_ruler_tasks(tokenizer, documents, tasks, context, max_documents, split, seed),
+    )
+
+
+def _is_posed(task: str) -> bool:
+    """Return whether a name is that of a task from `zdc_jax.evaluation.tasks`."""
+    return task.partition("@")[0] in task_modules.names()
+
+
+def reads_text(task: str) -> bool:
+    """Return whether a task needs documents: all do, except tasks of RULER without a haystack of text."""
+    return task not in RECIPES or RECIPES[task].needs_text
+
+
+def _make_ruler_tasks(
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    tasks: Sequence[str],
+    context: int,
+    count: int,
+    split: Split,
+    seed: int,
+) -> dict[str, RulerTask]:
+    names = [name for name in RECIPES if name in tasks or RULER in tasks]
+    words = collect_words(documents, context)  # A word has at least one token.
+    if not words and (reading := [name for name in names if RECIPES[name].needs_text]):
+        raise TextError(
+            f"too little text: tasks {', '.join(reading)} hide their needles in text, but split {split!r}, a "
+            "third of the text, has none; add text"
+        )
+    setting = Setting(context, tokenizer, words)
+    return {name: make_task(name, RECIPES[name], setting, count=count, seed=seed) for name in names}
 
 
 def _compute_alignment(plan: CompressionPlan, config: ModelConfig) -> int:
@@ -261,6 +334,8 @@ class Evaluation:
         self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
         self._dense_results: list[DocumentResult] = []
         self._dense_predictions: Predictions | None = None
+        self._dense_texts: Int[np.ndarray, "n tokens"] | None = None
+        self._dense_scores: dict[str, np.ndarray] = {}
 
     def evaluate(self, network: Transformer) -> ContextReport:
         """Evaluate one plan.
@@ -273,7 +348,43 @@ class Evaluation:
             perplexity=self._compute_perplexity(network),
             agreement=agreement,
             tasks=tasks,
+            long_agreement=self._compare_texts(network),
+            ruler={name: self._compare_scores(network, name) for name in self.material.ruler},
         )
+
+    def _compare_texts(self, network: Transformer) -> LongAgreement | None:
+        if self.material.long_prompts is None:
+            return None
+        if self._dense_texts is None:
+            self._dense_texts = self._write_texts(self.dense, self.material.long_prompts)
+        return compare_texts(self._dense_texts, self._write_texts(network, self.material.long_prompts))
+
+    def _write_texts(self, network: Transformer, prompts: np.ndarray) -> np.ndarray:
+        def watch(count: int) -> None:
+            self.watch(f"{count} of {len(prompts)} texts of {LONG_TOKENS} tokens {self._describe(network)}")
+
+        return write_texts(
+            network, prompts, tokens=LONG_TOKENS, protocol=self.protocol, batch=self.batch, watch=watch
+        )
+
+    def _compare_scores(self, network: Transformer, name: str) -> RulerScore:
+        if name not in self._dense_scores:
+            self._dense_scores[name] = self._score(self.dense, name)
+        return compare_scores(self._dense_scores[name], self._score(network, name))
+
+    def _score(self, network: Transformer, name: str) -> np.ndarray:
+        task = self.material.ruler[name]
+
+        def watch(count: int) -> None:
+            self.watch(
+                f"{count} of {len(task.samples)} samples of {name} with {self.material.context} tokens "
+                f"{self._describe(network)}"
+            )
+
+        return score_task(network, task, protocol=self.protocol, batch=self.batch, watch=watch)
+
+    def _describe(self, network: Transformer) -> str:
+        return "by the unmodified model" if network is self.dense else "under the plan"
 
     def _compute_perplexity(self, network: Transformer) -> PerplexityReport | None:
         windows = self.material.windows
