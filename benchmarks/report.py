@@ -38,7 +38,7 @@ SETS = {"first": "", "second": "other-windows/", "third": "third-windows/"}
 FAMILIES = {
     "floor": ("rotated",),
     "recent tokens": ("window", "duo"),
-    "fewer bits": ("int8", "fp8", "kivi", "turboquant", "gear", "coded"),
+    "fewer bits": ("int8", "fp8", "kivi", "turboquant", "oscar", "oscar_free", "gear", "coded"),
     "eviction": ("h2o", "snapkv", "tova", "knorm"),
     "low rank": ("zdc", "palu", "gear-zdc", "h2o-zdc"),
     "choosing": ("quest", "loki"),

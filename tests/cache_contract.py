@@ -126,6 +126,16 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
             method, name="turboquant", settings={"bits_k": 3, "bits_v": 2}, qk=16, v=16, window=8, sinks=2
         ),
     ),
+    "oscar": (SHORT_LLAMA, partial(method, name="oscar", settings={"group": 16}, **NEAR)),
+    "oscar of a rank, shifted": (
+        SHORT_LLAMA,
+        partial(shifted, name="oscar", settings={"bits": 3}, qk=16, v=16, window=20),
+    ),
+    "oscar without a window": (SHORT_OPT, partial(method, name="oscar")),
+    "oscar_free, shifted": (
+        SHORT_LLAMA,
+        partial(shifted, name="oscar_free", settings={"group": 16}, window=20, sinks=2),
+    ),
     "gear of a rank": (
         SHORT_OPT,
         partial(method, name="gear", settings={"bits": 2, "group": 16}, qk=16, v=16, window=20),
@@ -147,6 +157,7 @@ FAST = (
     "coded, near tokens too",
     "choosing, shifted",
     "kivi of a rank",
+    "oscar",
     "token classes and window",
 )
 """One entry for each code path; `make test` runs these, `make test-all` runs all."""

@@ -19,8 +19,8 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
 from zdc_jax.files import load_json, replace_folder
 
-QKKind = Literal["stacked", "balanced", "keys", "pairs"]
-VOKind = Literal["stacked", "balanced", "output"]
+QKKind = Literal["stacked", "balanced", "keys", "pairs", "oscar"]
+VOKind = Literal["stacked", "balanced", "output", "oscar"]
 
 FORMAT_VERSION = 1
 

@@ -18,6 +18,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, environment
+from benchmarks.quality.plans import FIRST, share_held
 from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from zdc_jax import methods
@@ -33,6 +34,11 @@ from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size
 
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
 NEAR = {"window": WINDOW, "sinks": SINKS}
+NEAR_OSCAR = {"window": 256, "sinks": 64}
+"""Recent and first tokens that OSCAR keeps in 16 bits."""
+_RECENT = {"window": WINDOW}
+_NONE: dict[str, int] = {}
+_IN_8 = {"bits_near": 8}
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of one model by name, each with a basis of its own or that of the folder (None)."""
+    """Plans of one model by name, each with a basis of its own or that of the folder (None).
+
+    Attributes:
+      checkpoint: calibrated folder.
+      context: context at which evicting plans have the bytes of the preset `3bit`, in tokens.
+      dtype: dtype of the plans.
+    """
 
     checkpoint: Checkpoint
+    context: int
+    dtype: str
 
     def list(self) -> dict[str, Callable[[], tuple[CompressionPlan, Basis | None]]]:
         """Return a function for each plan, in the order of the table."""
@@ -79,14 +93,20 @@ class Plans:
             "3bit, values in 2": lambda: (self._coded(three | {"bits_v": 2}), None),
             "3bit without the shift": lambda: self._without_shift(three),
             "rotated 4 bits without the shift": lambda: (self._uncalibrated("coded", four | _IN_8), None),
-            "int8": lambda: (self._uncalibrated("int8", {}, near=False), None),
+            "int8": lambda: (self._uncalibrated("int8", {}, near=_NONE), None),
             "int8 with the shift": lambda: (self._shifted("int8", {}), None),
-            "fp8": lambda: (self._uncalibrated("fp8", {}, near=False), None),
+            "fp8": lambda: (self._uncalibrated("fp8", {}, near=_NONE), None),
             "fp8 with the shift": lambda: (self._shifted("fp8", {}), None),
-            "turboquant 4": lambda: (self._uncalibrated("turboquant", {}, near=False), None),
+            "turboquant 4": lambda: (self._uncalibrated("turboquant", {}, near=_NONE), None),
             "turboquant 4 with the shift": lambda: (self._shifted("turboquant", {}), None),
             "kivi 4": lambda: (self._uncalibrated("kivi", {"bits": 4}), None),
             "kivi 2": lambda: (self._uncalibrated("kivi", {"bits": 2}), None),
+            "oscar": lambda: self._oscar(shift=False),
+            "oscar with the shift": lambda: self._oscar(shift=True),
+            "oscar free": lambda: (self._uncalibrated("oscar_free", {}, near=_RECENT), None),
+            "oscar free with the shift": lambda: (self._shifted("oscar_free", {}, near=_RECENT), None),
+            "snapkv": lambda: (self._at_bytes("snapkv", self._coded(three)), None),
+            "window": lambda: (self._at_bytes("window", self._coded(three)), None),
         }
 
     @property
@@ -97,30 +117,47 @@ class Plans:
         basis = stored_basis(self.checkpoint) if calibrated else None
         return coded_plan(self.checkpoint, basis, settings)
 
-    def _uncalibrated(self, method: str, settings: dict[str, int], *, near: bool = True) -> CompressionPlan:
+    def _uncalibrated(
+        self, method: str, settings: dict[str, int], *, near: dict[str, int] = NEAR
+    ) -> CompressionPlan:
         config, H = self.checkpoint.config, self.checkpoint.config.head_dim
-        plan = CompressionPlan.uniform(config, qk=H, v=H, **(NEAR if near else {}))
+        plan = CompressionPlan.uniform(config, qk=H, v=H, **near)
         chosen = methods.settings_from_json(method, settings)
         return replace(plan, rotated=False, method=method, settings=chosen)
 
-    def _shifted(self, method: str, settings: dict[str, int]) -> CompressionPlan:
+    def _shifted(
+        self, method: str, settings: dict[str, int], *, near: dict[str, int] = _NONE
+    ) -> CompressionPlan:
         shifted = coded_plan(self.checkpoint, None, {}).layers
-        plan = self._uncalibrated(method, settings, near=False)
+        plan = self._uncalibrated(method, settings, near=near)
         return plan.with_shift([ranks.shift for ranks in shifted])
+
+    def _at_bytes(self, method: str, other: CompressionPlan) -> CompressionPlan:
+        """Return the largest plan of an evicting method within the bytes of another plan."""
+        entry = next(entry for entry in FIRST if entry.name == method)
+        share = share_held(other, self.context, self.dtype)
+        return entry.at_budget(self.checkpoint.config, self.context, share, self.dtype)
 
     def _without_shift(self, settings: dict[str, int]) -> tuple[CompressionPlan, Basis]:
         """Return a plan on the basis that calibration makes for whole keys."""
-        checkpoint = self.checkpoint
-        moments = Moments.load(checkpoint.calibration_path / "moments")
-        outputs = [
-            np.asarray(checkpoint.layer(i)["attention"]["o"], np.float64)
-            for i in range(checkpoint.config.num_layers)
-        ]
         plan = replace(self._coded(settings).with_shift(()), basis="")
-        return plan, make_basis(moments, outputs)
+        return plan, self._make_basis(shift=False)
 
+    def _oscar(self, *, shift: bool) -> tuple[CompressionPlan, Basis]:
+        """Return the plan of the paper on a basis of its kind."""
+        config, H = self.checkpoint.config, self.checkpoint.config.head_dim
+        basis = self._make_basis(shift=shift, qk="oscar", vo="oscar")
+        plan = CompressionPlan.uniform(config, qk=H, v=H, **NEAR_OSCAR)
+        settings = methods.settings_from_json("oscar", {})
+        return replace(plan, method="oscar", settings=settings).with_shift(basis.shifted), basis
 
-_IN_8 = {"bits_near": 8}
+    def _make_basis(self, *, shift: bool, **kinds: Any) -> Basis:
+        """Make a basis from the stored moments, with shifted keys where that pays or nowhere."""
+        checkpoint, layers = self.checkpoint, self.checkpoint.config.layers
+        moments = Moments.load(checkpoint.calibration_path / "moments")
+        outputs = [np.asarray(checkpoint.layer(i)["attention"]["o"], np.float64) for i in range(len(layers))]
+        shiftable = [shift and layer.window is None for layer in layers]
+        return make_basis(moments, outputs, shiftable=shiftable, **kinds)
 
 
 def main(options: Options) -> None:
@@ -142,7 +179,7 @@ def main(options: Options) -> None:
     dense = load(options.model, dtype=options.dtype).network
     assert isinstance(dense, Transformer)  # It was not loaded onto a mesh.
     evaluation = Evaluation(dense, material, protocol="cached", batch=1)
-    makers = Plans(checkpoint).list()
+    makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:
         if any((row["model"], row["plan"]) == (options.model.name, name) for row in stored["rows"]):
             continue

@@ -40,8 +40,8 @@ from zdc_jax.planning.profile import Profile
 
 logger = logging.getLogger("zdc_jax")
 
-QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
-VoChoice = Literal["auto", "stacked", "balanced", "output"]
+QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs", "oscar"]
+VoChoice = Literal["auto", "stacked", "balanced", "output", "oscar"]
 
 MAX_CONTEXT = 8192
 """Longest window unless `CalibrationOptions.context` asks for more, in tokens."""
@@ -321,11 +321,12 @@ def collect_moments(
 def zero_sums(network: Transformer) -> dict[str, Array]:
     """Create sums for `add_moments`, float32.
 
-    Arrays q, k, v, o, k_before and k_rest are [L, K, H, H]; q_sum and others are [L, K, H].
+    Arrays q, k, v, o, k_before, k_rest and v_scored are [L, K, H, H]; q_sum and others are [L, K, H].
     """
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in (*"qkvo", "k_before", "k_rest")}
+    names = (*"qkvo", "k_before", "k_rest", "v_scored")
+    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in names}
     return grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
 
 
@@ -391,12 +392,30 @@ def add_moments(
         before = seen.attention.before_rope(
             seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         )
-        others = {"k_before": before, "k_rest": seen.k.astype(jnp.float32) - keys[blocks]}
+        others = {
+            "k_before": before,
+            "k_rest": seen.k.astype(jnp.float32) - keys[blocks],
+            "v_scored": _weigh_by_scores(seen),
+        }
         found = {name: _gram(name, x, weight, K)[name] for name, x in others.items()}
         return found | {name: value for gram in grams for name, value in gram.items()}
 
     layers = observe(network, tokens, compute_grams, keys)
     return {name: total + jnp.stack([layer[name] for layer in layers]) for name, total in sums.items()}
+
+
+def _weigh_by_scores(seen: Seen) -> Float[Array, "B T K H"]:
+    """Return values times the root of the summed squared scores of their keys with all queries of the window.
+
+    Scores of later keys count too, since OSCAR's weights kᵀ(QᵀQ)k have no causal mask (Zhou et al. 2026).
+    """
+    k = seen.k.astype(jnp.float32)
+    B, T, K, H = k.shape
+    q = seen.q.reshape(B, T, K, -1, H)
+    with jax.default_matmul_precision("highest"):
+        gram = einsum_f32("BTKGH,BTKGI->BKHI", q, q)
+        squares = jnp.einsum("BTKH,BKHI,BTKI->BTK", k, gram, k)
+    return seen.v.astype(jnp.float32) * jnp.sqrt(jnp.maximum(squares, 0))[..., None]
 
 
 def _gram(name: str, x: Array, weight: Array, num_kv_heads: int) -> dict[str, Array]:

@@ -41,12 +41,13 @@ def solve_stacked(C_Q: Matrices, C_K: Matrices) -> Matrices:
     return np.linalg.eigh(C_Q + C_K).eigenvectors[..., ::-1]
 
 
-def solve_keys(C_K: Matrices) -> Matrices:
-    """Return A_K = A_Q, the orthogonal principal components of the keys by falling energy.
+def solve_components(C: Matrices) -> Matrices:
+    """Return the orthogonal principal components of C by falling energy.
 
-    Loki selects tokens by these coordinates (Singhania et al. 2024). Queries play no part.
+    Loki selects tokens by those of keys, where queries play no part (Singhania et al. 2024). OSCAR rotates
+    keys by those of queries, and values by those of values weighted by their scores (Zhou et al. 2026).
     """
-    return np.linalg.eigh(C_K).eigenvectors[..., ::-1]
+    return np.linalg.eigh(C).eigenvectors[..., ::-1]
 
 
 def solve_balanced(C_Q: Matrices, C_K: Matrices, ridge: float = DEFAULT_RIDGE) -> Matrices:
@@ -139,9 +140,10 @@ def make_basis(
     Args:
       moments: moments of the model's q, k, v and o.
       output_weights: W_O [N, H, D] of every layer, any float dtype.
-      qk: `stacked`, `balanced`, `keys` or `pairs`.
-      vo: `stacked` (rows of V and columns of W_O), `balanced`, or `output`. `output` is balanced with O's
-        moments instead of V's: exact for the heads' outputs when G = 1, pooled over a group otherwise.
+      qk: `stacked`, `balanced`, `keys`, `pairs` or `oscar`, the components of queries.
+      vo: `stacked` (rows of V and columns of W_O), `balanced`, `output` or `oscar`, the components of values
+        weighted by scores. `output` is balanced with O's moments instead of V's: exact for the heads'
+        outputs when G = 1, pooled over a group otherwise.
       center: subtract the mean of values first (for `output`, O's mean).
       ridge: floor of the eigenvalues in `balanced`, relative to their mean.
       shiftable: layers whose keys may leave out their mean (`zdc_jax.ops.shift`). They do if that lowers
@@ -149,14 +151,17 @@ def make_basis(
 
     Raises:
       CalibrationError: no tokens; moments or weights that are not finite, with layer and KV head; weights
-        whose shapes differ from the moments'; an unknown kind; or `pairs` with an odd H.
+        whose shapes differ from the moments'; an unknown kind; `pairs` with an odd H; or `vo="oscar"` with
+        `center`, or without `Moments.v_scored`.
     """
     _check_inputs(moments, output_weights, qk, vo)
+    if vo == "oscar":
+        _check_scored(moments, center)
 
     can_shift = len(shiftable) > 0 and moments.k_rest is not None and qk != "pairs"
 
     def solve(layer: int) -> dict[str, np.ndarray]:
-        latent = {} if moments.k_before is None else {"k_latent": solve_keys(moments.k_before[layer])}
+        latent = {} if moments.k_before is None else {"k_latent": solve_components(moments.k_before[layer])}
         qk_side = _solve_qk(moments, layer, qk, ridge)
         if can_shift:
             qk_side |= _solve_shift(moments, layer, qk, ridge, qk_side, allowed=shiftable[layer])
@@ -193,7 +198,9 @@ def _solve_qk(
         case "stacked":
             A_K = solve_stacked(moments.group_size * C_Q, C_K)
         case "keys":
-            A_K = solve_keys(C_K)
+            A_K = solve_components(C_K)
+        case "oscar":
+            A_K = solve_components(C_Q)
         case _:
             A_K = solve_balanced(C_Q, C_K, ridge)
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
@@ -247,7 +254,14 @@ def _solve_vo(
         shift, mean = moments.mean(source, layer), moments.mean("v", layer)
         extra["value_mean"] = shift
         seen = moments.covariance("v", layer) + (mean - shift)[:, :, None] * (mean - shift)[:, None, :]
-    C = solve_stacked(M / moments.num_tokens, C_V) if kind == "stacked" else solve_balanced(M, C_V, ridge)
+    match kind:
+        case "stacked":
+            C = solve_stacked(M / moments.num_tokens, C_V)
+        case "oscar":
+            assert moments.v_scored is not None  # `_check_scored` refuses moments without it.
+            C = solve_components(moments.v_scored[layer])
+        case _:
+            C = solve_balanced(M, C_V, ridge)
     return extra | {"v_map": C, "v_rms": _rms(seen, C)} | _measures("vo", M, C_V, C, scale=1.0)
 
 
@@ -286,7 +300,7 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))
-    for name in ("k_before", "k_rest"):
+    for name in ("k_before", "k_rest", "v_scored"):
         if getattr(moments, name) is not None:
             _check_finite(f"moments of {name}", getattr(moments, name))
     L, K, H = moments.k.shape[:3]
@@ -297,6 +311,17 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
             raise CalibrationError(
                 f"layer {layer}: W_O has shape {W_O.shape}, must be [{K * moments.group_size}, {H}, D]"
             )
+
+
+def _check_scored(moments: Moments, center: bool) -> None:
+    """Raise `CalibrationError` if the moments have no basis `vo="oscar"`."""
+    if center:
+        raise CalibrationError("center=True: is not supported with vo='oscar', whose values keep their mean")
+    if moments.v_scored is None:
+        raise CalibrationError(
+            "vo='oscar': the moments have no values weighted by scores (K-means, or an older release); "
+            "run `zdc calibrate MODEL TEXT --overwrite`"
+        )
 
 
 def _check_finite(name: str, values: np.ndarray, first_layer: int = 0) -> None:

@@ -30,6 +30,8 @@ class Moments:
       key_shift: m of `zdc_jax.ops.shift`, estimated from the first windows, float64 [L, K, H]; None as for
         `k_before`.
       k_rest: Σ xᵀx of keys without the mean key of their block, float64 [L, K, H, H]; None as for `k_before`.
+      v_scored: Σ s xᵀx of values, float64 [L, K, H, H]; None as for `k_before`. The weight s sums the squared
+        scores of the value's key with all queries of its window and group.
     """
 
     q: np.ndarray
@@ -47,6 +49,7 @@ class Moments:
     k_before: np.ndarray | None = None
     key_shift: np.ndarray | None = None
     k_rest: np.ndarray | None = None
+    v_scored: np.ndarray | None = None
 
     def count(self, name: Quantity) -> int:
         """Return the number of vectors summed over: tokens, times G for q and o."""
@@ -80,6 +83,6 @@ class Moments:
         Raises:
           CheckpointError: the files are missing, corrupt, or of another format version.
         """
-        optional = {"k_before", "key_shift", "k_rest"}
+        optional = {"k_before", "key_shift", "k_rest", "v_scored"}
         names = {f.name for f in fields(cls)} - optional
         return cls(**load_fields(folder, "moments", names, optional=optional))

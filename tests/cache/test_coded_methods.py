@@ -6,8 +6,11 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
+from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
+from zdc_jax.cache.late_store import LateStore
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 K, L, WINDOW = LLAMA.num_kv_heads, LLAMA.num_layers, 64
 
@@ -38,6 +41,9 @@ def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[i
         ("turboquant", {"bits_k": 3, "bits_v": 2}, 16, 32, 16 * 3 + 32 * 2 + 2 * 16),
         ("coded", {}, 32, 16, 48 * 8 + 2 * 8),
         ("coded", {"bits_k": 5, "bits_v": 4}, 32, 16, 32 * 5 + 16 * 4 + 2 * 8),
+        ("oscar", {}, 32, 32, 64 * 2 + 2 * 32),
+        ("oscar", {"bits": 3, "group": 8}, 16, 32, 48 * 3 + (2 + 4) * 32),
+        ("oscar_free", {}, 32, 32, 64 * 2 + 32 * 32 / 32 + 32 + 16),
         (
             "coded",
             {"read": 0, "index": 8, "bits_index": 6, "bits_k": 2, "bits_v": 3},
@@ -79,6 +85,12 @@ def test_a_far_token_takes_its_bits_and_no_more(name, settings, qk, v, bits):
         ("kivi", {"group": 128}, "window=64 must be at least 128"),
         ("turboquant", {"bits_k": 1}, r"bits_k=1 must be one of \(2, 3, 4, 8\)"),
         ("turboquant", {"bits_v": "4"}, r"bits_v='4' must be one of \(2, 3, 4, 8\)"),
+        ("oscar", {"bits": 5}, r"bits=5 must be one of \(2, 3, 4, 8\)"),
+        ("oscar", {"group": 1}, "group=1 must be an integer from 2 to 1024"),
+        ("oscar", {"clip_k": 0}, "clip_k=0 must be a share above 0, at most 1"),
+        ("oscar", {"clip_v": 1.5}, "clip_v=1.5 must be a share above 0, at most 1"),
+        ("oscar_free", {"bits": 1}, r"bits=1 must be one of \(2, 3, 4, 8\)"),
+        ("oscar_free", {"group": 128}, "window=64 must be at least 128"),
         ("gear", {"bits": 1}, r"bits=1 must be one of \(2, 3, 4, 8\)"),
         ("gear", {"group": 12}, r"group=12 must be one of \(8, 16, .*, 256\)"),
         ("gear", {"rank": -1}, "rank=-1 must be an integer from 0 to 256"),
@@ -92,6 +104,38 @@ def test_a_far_token_takes_its_bits_and_no_more(name, settings, qk, v, bits):
 def test_settings_are_refused_by_name(name, settings, message):
     with pytest.raises(PlanError, match=message):
         plan_of(name, settings, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "context", "share"),
+    [(128, 4096, 20.8), (128, 8192, 17.4), (128, 32_768, 14.9), (64, 8192, 18.9)],
+)
+def test_oscar_takes_the_bytes_of_the_paper(head_dim, context, share):
+    # 2 bits and two numbers of 16 bits for each group, and 64 + 256 tokens in 16 bits.
+    layers = tuple(LayerRanks(head_dim, head_dim) for _ in range(2))
+    full = CompressionPlan(layers, num_kv_heads=8, head_dim=head_dim)
+    plan = replace(
+        full, sinks=64, window=256, method="oscar", settings=methods.settings_from_json("oscar", {})
+    )
+    assert 100 * plan.bytes(context) / full.bytes(context) == pytest.approx(share, abs=0.2)
+
+
+def test_oscar_needs_a_calibrated_basis():
+    with pytest.raises(PlanError, match="rotated=False: method 'oscar' needs a calibrated basis"):
+        replace(plan_of("oscar", {}, 32, 32), rotated=False)
+
+
+def test_a_late_store_refuses_what_it_cannot_delay():
+    options = {"num_kv_heads": 1, "head_dim": 16, "dtype": "float32", "R": 16, "Z": 16, "window": 32}
+    with pytest.raises(PlanError, match="block=16: must be 1"):
+        LateStore(**options, key_code=ChannelIntegers(4, 16), value_code=TokenIntegers(4, 16))
+    with pytest.raises(PlanError, match=r"near_code=.*: must be None"):
+        LateStore(
+            **options,
+            key_code=TokenIntegers(4, 16),
+            value_code=TokenIntegers(4, 16),
+            near_code=FittedIntegers(8),
+        )
 
 
 def test_plans_of_coded_methods_are_saved(tmp_path):

@@ -8,7 +8,14 @@ from compiled_codes import decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers, dequantise, quantise
+from zdc_jax.cache.integer_codes import (
+    ChannelIntegers,
+    ClippedIntegers,
+    ScaledChannelIntegers,
+    TokenIntegers,
+    dequantise,
+    quantise,
+)
 
 BLOCK, C = 16, 48
 MORE = {2: 1.02, 3: 1.02, 4: 1.02, 8: 1.1}
@@ -62,6 +69,55 @@ def test_values_are_those_of_the_paper(bits):
     paper = np.array([[kivi_values(head, bits, 16) for head in row] for row in x.astype(np.float64)])
     decoded = decode(code, encode(code, jnp.asarray(x)), C)
     assert relative_error(decoded, x) <= MORE[bits] * relative_error(paper, x)
+
+
+def oscar(x: np.ndarray, bits: int, groups: int, clip: float) -> np.ndarray:
+    """Round a vector as OSCAR's kernels do: clip by its sorted absolute values, then permute, then round."""
+    width = len(x)
+    limit = np.sort(np.abs(x))[min(int(clip * width), width - 1)]
+    digits = int(np.log2(width))
+    reversal = [int(f"{i:0{digits}b}"[::-1], 2) for i in range(width)]
+    turned = np.empty(width)
+    turned[reversal] = np.clip(x, -limit, limit)
+    parts = [rounded(part, bits) for part in np.split(turned, groups)]
+    return np.concatenate(parts)[reversal]
+
+
+@pytest.mark.parametrize(("bits", "group", "clip"), [(2, 128, 0.96), (2, 16, 0.92), (3, 32, 1.0)])
+@pytest.mark.matrix
+def test_clipped_integers_are_those_of_oscar(bits, group, clip):
+    x = np.random.default_rng(2).standard_t(df=4, size=(3, 2, 1, 64)).astype(np.float32)
+    code = ClippedIntegers(bits, group, clip)
+    found = np.asarray(decode(code, encode(code, jnp.asarray(x)), 64), np.float64)
+    paper = np.apply_along_axis(oscar, -1, x.astype(np.float64), bits, max(1, 64 // group), clip)
+    # Levels may differ only where rounding the scale and the minimum to 16 bits moved them.
+    assert np.mean(np.abs(found - paper) <= 2**-6 * np.abs(x).max(-1, keepdims=True)) > 0.97
+    assert relative_error(found, x) <= MORE[bits] * relative_error(paper, x)
+
+
+def test_clipping_takes_the_largest_coordinates():
+    x = jnp.asarray([[*range(-4, 4)]], jnp.float32)
+    # Of the absolute values 0, 1, 1, 2, 2, 3, 3, 4 the one with index ⌊0.7 · 8⌋ = 5 is 3.
+    decoded = decode(ClippedIntegers(8, 8, 0.7), encode(ClippedIntegers(8, 8, 0.7), x), 8)
+    np.testing.assert_allclose(decoded, np.clip(x, -3, 3), atol=0.05)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.matrix
+def test_scaled_keys_are_those_of_oscar_free(bits):
+    x, code = blocks(3), ScaledChannelIntegers(bits, BLOCK)
+    length = np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True)
+    unit = x / length
+    paper = length * np.array([[kivi_keys(head, bits) for head in row] for row in unit])
+    decoded = decode(code, encode(code, jnp.asarray(x)), C)
+    assert relative_error(decoded, x) <= MORE[bits] * relative_error(paper, x)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-36, 1e36])
+def test_scaled_keys_neither_overflow_nor_vanish(scale):
+    x, code = scale * blocks(4) / np.abs(blocks(4)).max(), ScaledChannelIntegers(8, BLOCK)
+    decoded = np.asarray(decode(code, encode(code, jnp.asarray(x, jnp.float32)), C), np.float64)
+    np.testing.assert_allclose(decoded, x, atol=0.02 * np.abs(x).max())
 
 
 @settings(deadline=None, max_examples=60)

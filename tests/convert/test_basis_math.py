@@ -14,7 +14,7 @@ from convert.calibration.make_basis import (
     make_pair_map,
     order_pairs,
     solve_balanced,
-    solve_keys,
+    solve_components,
     solve_stacked,
 )
 from convert.calibration.moments import Moments
@@ -106,7 +106,7 @@ def test_the_certificate_is_the_error_of_whole_score_matrices(seed, H, kind):
     A_K = {
         "stacked": solve_stacked,
         "balanced": solve_balanced,
-        "keys": lambda C_Q, C_K: solve_keys(C_K),
+        "keys": lambda C_Q, C_K: solve_components(C_K),
         "pairs": lambda C_Q, C_K: make_pair_map(order_pairs(C_Q, C_K)),
     }[kind](C_Q, C_K)
     A_Q = inverse_transpose(A_K)
@@ -138,7 +138,7 @@ def test_balanced_is_never_worse_than_the_other_bases(seed, H):
         for A_K in (
             solve_balanced(C_Q, C_K, ridge=1e-12),
             solve_stacked(C_Q, C_K),
-            solve_keys(C_K),
+            solve_components(C_K),
             make_pair_map(order_pairs(C_Q, C_K)),
         )
     ]
@@ -162,7 +162,7 @@ def test_stacked_is_the_svd_of_the_stacked_rows(seed, H):
 def test_keys_are_the_principal_components_of_keys(seed, H):
     # No r orthogonal coordinates hold more of the keys than the first r. Queries map like keys.
     K = qk_sample(seed, H)[1]
-    A = solve_keys(gram(K))
+    A = solve_components(gram(K))
     np.testing.assert_allclose(A.T @ A, np.eye(H), atol=1e-10)
     sigma = np.linalg.svd(K, compute_uv=False)
     for r in range(H + 1):
@@ -188,6 +188,37 @@ def test_the_basis_of_keys_is_theirs_alone(shifted):
     V = np.linalg.svd(K)[2].T
     np.testing.assert_allclose(np.abs(V.T @ basis.k_map[1, 0]), np.eye(8), atol=1e-6)
     np.testing.assert_allclose(basis.q_map, basis.k_map, atol=1e-9)
+
+
+def scored(moments, x):
+    """Return the moments with those of values weighted by the summed squared scores of their keys."""
+    scores = np.einsum("LKGTH,LKSH->LKGTS", x["q"], x["k"][:, :, 0])
+    weighted = x["v"][:, :, 0] * np.sqrt((scores**2).sum((2, 3)))[..., None]
+    return replace(moments, v_scored=np.einsum("LKTH,LKTI->LKHI", weighted, weighted))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_basis_of_oscar_is_that_of_queries_and_of_scored_values(shifted):
+    moments, x, weights = sample_moments()
+    moments = scored(with_rest(moments, x), x)
+    basis = make_basis(moments, weights, qk="oscar", vo="oscar", shiftable=[shifted] * 2)
+    assert basis.shifted == [shifted] * 2
+    queries = np.concatenate(x["q"][1, 0])
+    K, V = x["k"][1, 0, 0], x["v"][1, 0, 0]
+    seen = sum((row @ queries.T @ queries @ row) * np.outer(v, v) for row, v in zip(K, V, strict=True))
+    for C, found in ((queries.T @ queries, basis.k_map[1, 0]), (seen, basis.v_map[1, 0])):
+        values, vectors = np.linalg.eigh(C)
+        np.testing.assert_allclose(np.abs(vectors[:, np.argsort(-values)].T @ found), np.eye(8), atol=1e-6)
+    np.testing.assert_allclose(basis.q_map, basis.k_map, atol=1e-9)
+    np.testing.assert_allclose(basis.o_map, basis.v_map.swapaxes(-1, -2), atol=1e-9)
+
+
+def test_the_basis_of_oscar_needs_scored_values_with_their_mean():
+    moments, x, weights = sample_moments()
+    with pytest.raises(CalibrationError, match="vo='oscar': the moments have no values weighted by scores"):
+        make_basis(moments, weights, vo="oscar")
+    with pytest.raises(CalibrationError, match="center=True: is not supported with vo='oscar'"):
+        make_basis(scored(moments, x), weights, vo="oscar", center=True)
 
 
 def rope(x, frequencies, *, interleaved):

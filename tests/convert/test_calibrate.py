@@ -101,6 +101,11 @@ def test_moments_equal_brute_force(tiny: TinyModel, batch):
             np.testing.assert_allclose(getattr(moments, name)[index], gram, atol=2e-5 * np.abs(gram).max())
             sums = getattr(moments, f"{name}_sum")[index]
             np.testing.assert_allclose(sums, x.sum(1), atol=2e-5 * np.abs(x).sum(1).max())
+        heads = {name: x.reshape(len(x), 3, -1, x.shape[-1]) for name, x in vectors.items()}
+        scores = np.einsum("KBQH,KBTH->KBQT", heads["q"], heads["k"])
+        weighted = heads["v"] * np.sqrt((scores**2).sum(2))[..., None]
+        scored = np.einsum("KBTH,KBTI->KHI", weighted, weighted)
+        np.testing.assert_allclose(moments.v_scored[index], scored, atol=5e-5 * np.abs(scored).max())
     assert moments.num_tokens == 96
 
 

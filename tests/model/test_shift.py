@@ -107,6 +107,13 @@ PLANS = {
         "settings": {"index": 8, "read": 256, "page": 4},
     },
     "int8": {"method": "int8"},
+    "oscar": {
+        "method": "oscar",
+        "window": 24,
+        "sinks": 3,
+        "settings": {"bits": 8, "clip_k": 1.0, "clip_v": 1.0},
+    },
+    "oscar_free": {"method": "oscar_free", "window": 24, "sinks": 3, "settings": {"bits": 8, "group": 8}},
 }
 """Plans that lose at most the rounding to 8 bits."""
 
@@ -139,6 +146,7 @@ def read_in_pieces(network, tokens, pieces) -> np.ndarray:
     "llama-all in 8 bits",
     "llama-choosing all",
     "llama-int8",
+    "llama-oscar",
     "opt-8 bits",
     "llama with norms-all coordinates",
 )

@@ -194,7 +194,7 @@ class CodedStore(CodedFar):
             rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
         rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
         complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
-        put = partial(_put_blocks, first=first, complete=complete)
+        put = partial(put_blocks, first=first, complete=complete)
         return jax.tree.map(put, stored, code.encode(rows))
 
 
@@ -214,7 +214,7 @@ def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end:
     return jax.tree.map(put, stored, new, is_leaf=lambda leaf: isinstance(leaf, Pages))
 
 
-def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
+def put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
     """Write `new` [B, K, blocks, …] into `buffer` [B, K, n, …] from block `first` on, where complete."""
     written = put_rows(_flatten_slots(buffer), _flatten_slots(new).swapaxes(1, 2), first, complete)
     return written.reshape(buffer.shape)

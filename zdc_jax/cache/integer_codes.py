@@ -1,4 +1,4 @@
-"""Integers with a scale and a zero point, as in KIVI (Liu et al. 2024)."""
+"""Integers with a scale and a zero point, as in KIVI (Liu et al. 2024) and in methods that refine it."""
 
 from dataclasses import dataclass
 
@@ -64,6 +64,51 @@ class TokenIntegers(Code):
 
     def _choose_group(self, C: int) -> int:
         return max(width for width in range(1, min(self.group, C) + 1) if C % width == 0)
+
+
+@dataclass(frozen=True)
+class ScaledChannelIntegers(ChannelIntegers):
+    """`ChannelIntegers` of vectors of length 1, with the lengths in 16 bits: OScaR's keys (Su et al. 2026).
+
+    A token that is much longer or shorter than others then does not stretch the scales that they share.
+    Coded: the arrays of `ChannelIntegers`; length [*batch, group, 1].
+    """
+
+    def encode(self, x: Array) -> Coded:
+        x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
+        # Squares of the coordinates themselves could overflow.
+        largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
+        length = jnp.sqrt(jnp.square(x / largest).sum(-1, keepdims=True)) * largest
+        length = length.astype(SCALE_DTYPE)
+        unit = x / jnp.maximum(length.astype(jnp.float32), tiny)
+        return *super().encode(unit), length
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        *integers, length = coded
+        return super().decode(integers, C) * length.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class ClippedIntegers(TokenIntegers):
+    """`TokenIntegers` of clipped vectors, in interleaved groups: OSCAR's keys and values (Zhou et al. 2026).
+
+    Coordinates are clipped at ±|x|_i, with i = min(⌊clip·C⌋, C - 1) in the ascending order of absolute values
+    from 0; `clip` is in (0, 1], and 1 clips nothing. Of n groups, coordinate j belongs to group j mod n. The
+    bit-reversal permutation of the paper forms the same groups where C and `group` are powers of two.
+    """
+
+    clip: float
+
+    def encode(self, x: Array) -> Coded:
+        C = x.shape[-1]
+        x = x.astype(jnp.float32)
+        limit = jnp.sort(jnp.abs(x), axis=-1)[..., min(int(self.clip * C), C - 1), None]
+        clipped = jnp.clip(x, -limit, limit).reshape(*x.shape[:-1], self._choose_group(C), -1)
+        return super().encode(clipped.swapaxes(-1, -2).reshape(x.shape))
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        x = super().decode(coded, C)
+        return x.reshape(*x.shape[:-1], -1, self._choose_group(C)).swapaxes(-1, -2).reshape(x.shape)
 
 
 def quantise(
