@@ -16,7 +16,7 @@ from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 from rich.console import Console
 
-from convert.cli import entry
+from convert.cli import entry, programs
 from convert.cli.main import COMMANDS, _report_basis, _report_savings, main
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generation.api import Completion, Generation, Timings
@@ -239,9 +239,12 @@ def test_warnings_are_one_line_and_hooks_are_put_back(folder, plan, capsys):
 
 
 def test_the_alias_converts(folder, tmp_path, monkeypatch, capsys):
+    kept: list[Path] = []
+    monkeypatch.setattr(programs, "keep_programs", kept.append)
     monkeypatch.setattr(sys, "argv", ["zdc-convert", str(folder / "hf"), str(tmp_path / "model")])
     assert entry.main_convert() == 0
     assert capsys.readouterr().out.startswith("converted ")
+    assert kept == [programs.find_folder()]
 
 
 def test_missing_packages_are_one_line(monkeypatch, capsys):
