@@ -105,6 +105,7 @@ def load(
     mesh: MeshConfig | str | None = None,
     weights: WeightPlacement = "replicated",
     payload: Payload = "native",
+    reproducible: bool = False,
 ) -> LanguageModel:
     """Load a converted folder; with a plan, fold in the calibrated basis and store the plan's coordinates.
 
@@ -127,6 +128,8 @@ def load(
         dtype of the model. `float8` halves the bytes of 16-bit values. `coded` uses integers, on average a
         quarter of these bytes. Both round q and o, and also the keys and values in the cache of the prompt.
         Quantized caches exchange keys and values in their own format, and use the payload for q and o only.
+      reproducible: compute every token with the same arithmetic, whatever else a program computes. Results
+        then do not depend on chunk widths, cached prefixes or other sequences (`zdc_jax.model.tiles`). Slow.
 
     Raises:
       CheckpointError: the folder or its chat template is unreadable, `dtype` is unknown, or `max_positions`
@@ -135,13 +138,15 @@ def load(
       CalibrationError: the plan needs a basis and the folder has none, or the basis is of another model;
         `float8` or `coded` without a plan on a basis; `float8` with a basis of an older release.
       MeshError: the model cannot be divided over the mesh; there are too few devices; `gathered`, `float8`
-        or `coded` without a mesh.
+        or `coded` without a mesh; `reproducible` with one.
       ValueError: unknown `weights` or `payload`.
       NotImplementedError: `float8` or `coded` for a plan with token classes; a method that does not run on
         a mesh.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     check_options(dtype, mesh, weights, payload)
+    if reproducible and mesh is not None:
+        raise MeshError("reproducible=True runs on one device; leave out mesh= or reproducible=")
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     warn_without_kernels()
@@ -164,7 +169,7 @@ def load(
     layers = prepared_layers(stored, config, plan, basis, target, payload)
     network: Transformer | ShardedTransformer
     if devices is None:
-        network = Transformer(config, plan, embeddings, layers)
+        network = Transformer(config, plan, embeddings, layers, reproducible=reproducible)
     else:
         blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
         ends = Embeddings(embeddings, config)

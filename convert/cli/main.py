@@ -215,6 +215,7 @@ class Generate:
         quarters them; both round.
       dtype: Dtype to run in.
       max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+      reproducible: Give a prompt the same answer in any batch and with any chunk width. Slow.
     """
 
     path: ModelFolder
@@ -231,6 +232,7 @@ class Generate:
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: DtypeFlag = None
     max_positions: MaxPositionsFlag = None
+    reproducible: bool = False
 
     def run(self, console: Console) -> None:
         if not self.prompts:
@@ -252,6 +254,7 @@ class Generate:
             max_positions=self.max_positions,
             mesh=mesh,
             payload=self.payload,
+            reproducible=self.reproducible,
         )
         inputs: Sequence[Prompt] = prompts
         if self.chat:

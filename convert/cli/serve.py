@@ -47,6 +47,7 @@ class Serve:
         work by heads.
       dtype: Dtype to run in.
       max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+      reproducible: Give a request the same answer whatever else runs and whatever is cached. Slow.
     """
 
     path: ModelFolder
@@ -65,6 +66,7 @@ class Serve:
     mesh: Annotated[str | None, show_default("one device")] = None
     dtype: DtypeFlag = None
     max_positions: MaxPositionsFlag = None
+    reproducible: bool = False
 
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
@@ -84,7 +86,14 @@ class Serve:
 
         config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
         check_address(self.host, self.port)
-        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
+        model = load(
+            self.path,
+            plan,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            mesh=self.mesh,
+            reproducible=self.reproducible,
+        )
         with Engine(model, config) as engine:
             serve(
                 engine,
@@ -115,6 +124,7 @@ class Serve:
             engine=asdict(config),
             dtype=self.dtype,
             max_positions=self.max_positions,
+            reproducible=self.reproducible,
             drain_seconds=self.drain_seconds,
         )
         check_address(self.host, self.port)

@@ -37,6 +37,7 @@ class ReplicaSettings:
     engine: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     max_positions: int | None = None
+    reproducible: bool = False
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -52,7 +53,13 @@ class ReplicaSettings:
 
     def new_engine(self) -> Serving:
         """Load the model and start an engine."""
-        model = load(self.path, self.plan, dtype=self.dtype, max_positions=self.max_positions)
+        model = load(
+            self.path,
+            self.plan,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            reproducible=self.reproducible,
+        )
         return Engine(model, EngineConfig(**self.engine))
 
     def text_side(self) -> tuple[TextModel, int]:
