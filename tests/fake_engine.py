@@ -86,6 +86,11 @@ class FakeEngine:
             ticket.cancel()
         self._pool.shutdown()
 
+    def spell_answer(self) -> list[int]:
+        """Return the tokens of each answer, which repeat."""
+        tokenizer = self.model.tokenizer
+        return [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+
     def _answer(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> None:
         try:
             last = self._spell(request, ticket, notify)
@@ -99,8 +104,9 @@ class FakeEngine:
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
         stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
-        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop))
-        answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        before = () if request.new_text else request.prompt
+        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop), before=before)
+        answer = self.spell_answer()
         row.append(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
         of_prompt = prompt_logprobs(request)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
@@ -99,6 +100,14 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
         prefill_chunk=chunk,
     )
     return found.completions[0].tokens
+
+
+def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
+    words = replace(model, tokenizer=Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, "w0")))
+    for own in (False, True):
+        job = Job(words, EngineRequest((5, 6), 2, new_text=own), (told := []).append, Job.cancel)
+        job.add_tokens([7, 8], Token(np.zeros(2)))
+        assert told[0].text == ("w7 w8" if own else " w7 w8")
 
 
 def test_answers_are_those_of_generate(engine, model, tiny):

@@ -230,6 +230,14 @@ def test_text_prompts(model):
     assert by_text.text == model.tokenizer.decode(list(by_text.tokens))
 
 
+def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
+    words = replace(model, tokenizer=Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, "w0")))
+    (completion,) = generate(words, [[5, 6]], 3, stop_tokens=()).completions
+    expected = " ".join(f"w{token}" for token in completion.tokens)
+    assert completion.text == f" {expected}"
+    assert generate(words, [[5, 6]], 3, stop_tokens=(), new_text=True).completions[0].text == expected
+
+
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
     sizes = steps.prefill._cache_size(), steps.decode._cache_size()

@@ -61,6 +61,7 @@ class Job:
             tokenizer=model.tokenizer,
             stop_ids=self.stop_ids,
             stop=StopStrings(request.stop),
+            before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
         )
         self._resume(request.generated)

@@ -33,6 +33,7 @@ class Request:
       stop: strings that end a sequence.
       prefill_chunk: most prompt tokens of one prefill call.
       capacity: tokens of cache for each sequence.
+      new_text: whether each completion is a text of its own, rather than a continuation of its prompt.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -42,6 +43,7 @@ class Request:
     stop: tuple[str, ...]
     prefill_chunk: int
     capacity: int
+    new_text: bool = False
 
     @classmethod
     def from_arguments(
@@ -53,6 +55,8 @@ class Request:
         stop_tokens: Sequence[int] | int | None,
         stop: Sequence[str] | str,
         prefill_chunk: int,
+        *,
+        new_text: bool = False,
     ) -> "Request":
         """Check the arguments of `generate` and build a request.
 
@@ -67,7 +71,9 @@ class Request:
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)
         capacity = capacity_for(longest, model.config.max_positions)
-        return cls(encoded, samplings, int(max_new_tokens), stop_ids, strings, prefill_chunk, capacity)
+        return cls(
+            encoded, samplings, int(max_new_tokens), stop_ids, strings, prefill_chunk, capacity, new_text
+        )
 
 
 def capacity_for(tokens: int, max_positions: int) -> int:

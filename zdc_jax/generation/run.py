@@ -62,8 +62,14 @@ class Run:
         self._implementation = implementation
         stop = StopStrings(request.stop)
         self.sequences = [
-            OutputSequence(index, model.tokenizer, request.stop_ids, stop)
-            for index in range(len(request.prompts))
+            OutputSequence(
+                index,
+                model.tokenizer,
+                request.stop_ids,
+                stop,
+                before=() if request.new_text else prompt.tolist(),
+            )
+            for index, prompt in enumerate(request.prompts)
         ]
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}

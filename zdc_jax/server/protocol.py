@@ -333,7 +333,7 @@ class ChatRequest(GenerationRequest):
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
         self._check_requests(requests, model, max_model_len)
-        return requests
+        return [replace(request, new_text=True) for request in requests]
 
 
 class TokenizeRequest(ModelRequest):
