@@ -13,6 +13,7 @@ from conftest import LLAMA
 from tiny_tokenizers import chat_tokenizer
 
 from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import Busy, EngineRequest, EngineStats, Event, TokenLogprobs
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
@@ -103,7 +104,7 @@ class FakeEngine:
         """Notify about all events except the last, which is returned."""
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
-        stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
+        stop_ids = resolve_stop_ids(self.model, request)
         before = () if request.new_text else request.prompt
         row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop), before=before)
         answer = self.spell_answer()

@@ -67,7 +67,7 @@ class Request:
         strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))
-        stop_ids = _resolve_stop_tokens(model, stop_tokens)
+        stop_ids = _resolve_stop_tokens(model, stop_tokens, strings)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)
         capacity = capacity_for(longest, model.config.max_positions)
@@ -222,9 +222,21 @@ def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[
     return tuple(int(token) for token in ids)
 
 
-def _resolve_stop_tokens(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
-    """Return the given stop tokens, or the model's end-of-sequence ids."""
+def find_special_tokens(model: TextModel, strings: Sequence[str]) -> list[int]:
+    """Return the ids of strings that are special tokens: no text has them, so they stop as tokens."""
+    if model.tokenizer is None or not strings:
+        return []
+    added = model.tokenizer.get_added_tokens_decoder()
+    ids = {each.content: token for token, each in added.items() if each.special}
+    return [ids[string] for string in strings if string in ids]
+
+
+def _resolve_stop_tokens(
+    model: LanguageModel, stop_tokens: Sequence[int] | int | None, strings: Sequence[str]
+) -> tuple[int, ...]:
+    """Return the given stop tokens, or the model's end-of-sequence ids, and strings that are tokens."""
     stop_ids = model.config.eos_ids if stop_tokens is None else stop_token_ids(model, stop_tokens)
+    stop_ids = tuple(dict.fromkeys((*stop_ids, *find_special_tokens(model, strings))))
     if len(stop_ids) > MAX_STOP_TOKENS:
         raise PromptError(f"stop_tokens has {len(stop_ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
     return stop_ids

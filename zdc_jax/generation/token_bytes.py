@@ -92,7 +92,7 @@ class TokenBytes:
         return text[min(spaces, strips) if first else 0 :].encode()
 
     def _read_in_context(self, token: int, first: bool) -> bytes:
-        """Decode a token behind itself: decoders of words treat the first token of a text differently."""
+        """Decode a token after itself, since decoders of words treat the first token differently."""
         alone = self._tokenizer.decode([token])
         return (alone if first else self._tokenizer.decode([token, token])[len(alone) :]).encode()
 

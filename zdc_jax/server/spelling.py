@@ -43,11 +43,11 @@ class Speller:
             self._answer = Detokeniser(tokenizer, () if request.new_text else request.prompt)
 
     def spell_prompt(self, tokens: Iterable[TokenLogprobs]) -> list[SpelledToken]:
-        """Spell the tokens of an echoed prompt."""
+        """Return the spelled tokens of an echoed prompt."""
         return [self._spell(self._prompt, token) for token in tokens]
 
     def spell_answer(self, tokens: Iterable[TokenLogprobs]) -> list[SpelledToken]:
-        """Spell the next tokens of the answer."""
+        """Return the next spelled tokens of the answer."""
         self._length = max(self._length, len(self._echoed))
         return [self._spell(self._answer, token) for token in tokens]
 
