@@ -138,7 +138,7 @@ class Job:
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
             delta = self.answer.append(tokens, full=full)
         if delta is not None:
-            shown = self._to_logprobs(delta.tokens, *chosen[1:])
+            shown = self._to_logprobs(delta.tokens, *chosen[2:])
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 

@@ -61,6 +61,7 @@ def generate(
       PromptError: a prompt is empty, too long or has ids outside the vocabulary, or an option is invalid.
       MeshError: the batch cannot be divided over the model's mesh.
       CacheMemoryError: the KV cache does not fit; the message says what would.
+      NonFiniteError: logits are NaN or Inf; the message names the prompt and dtypes to choose.
       NotImplementedError: the chosen implementation does not support the call; the message says why.
     """
     request = Request.from_arguments(
