@@ -5,12 +5,14 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
+from chat_templates import CHATML
 from conftest import LLAMA
 from fake_engine import FakeEngine, chat_model
 from starlette.testclient import TestClient
 from tiny_tokenizers import sentencepiece
 from tokenizers import processors
 
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.server.app import make_app
 
 PROMPT, ANSWER = "the man", " is the €: old é\ufffd"
@@ -33,7 +35,9 @@ def client(monkeypatch):
     config = replace(LLAMA, vocab_size=tokenizer.get_vocab_size(), eos_ids=())
     engine = FakeEngine(chat_model(tokenizer=tokenizer, config=config))
     monkeypatch.setattr(engine, "spell_answer", lambda: answer)
-    yield TestClient(make_app(engine, name="tiny"))
+    client = TestClient(make_app(engine, name="tiny"))
+    client.engine = engine
+    yield client
     engine.close(drain=False, timeout=0)
 
 
@@ -111,3 +115,40 @@ def test_a_reply_is_a_text_of_its_own(client):
 def test_tokens_become_the_text_that_was_encoded(client):
     tokens = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "<s>" + PROMPT}
+
+
+RENDERED = "<s> the man"
+"""A prompt as a client gets it from a chat template."""
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({"prompt": PROMPT}, ["<s>", "▁the", "▁man"]),
+        ({"prompt": RENDERED}, ["<s>", "▁the", "▁man"]),
+        ({"prompt": RENDERED + "<s>"}, ["<s>", "▁the", "▁man", "<s>"]),
+        ({"prompt": "<s>" + RENDERED}, ["<s>", "<s>", "▁the", "▁man"]),
+        ({"prompt": "</s>"}, ["<s>", "</s>"]),
+        ({"prompt": PROMPT, "add_special_tokens": False}, ["▁the", "▁man"]),
+        ({"prompt": RENDERED, "add_special_tokens": False}, ["<s>", "▁the", "▁man"]),
+    ],
+)
+def test_bos_comes_once(client, field, expected):
+    tokenizer = llama_tokenizer()
+    tokens = client.post("/tokenize", json=field).json()["tokens"]
+    assert [tokenizer.id_to_token(token) for token in tokens] == expected
+    (choice,) = ask(client, **field, echo=True, logprobs=0, max_tokens=1)
+    assert len(choice["logprobs"]["tokens"]) == len(expected) + 1
+
+
+@pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML])
+@pytest.mark.parametrize("special", [False, True])
+def test_bos_of_a_chat(client, template, special):
+    chat_template = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+    client.engine.model.chat_template = chat_template
+    messages = [{"role": "user", "content": "the man"}]
+    body = {"messages": messages, "max_tokens": 1, "add_special_tokens": special}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    begin = llama_tokenizer().token_to_id("<s>")
+    (asked,) = client.engine.submitted
+    assert asked.prompt.count(begin) == (special or "bos_token" in template)

@@ -156,9 +156,23 @@ def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text; raise `PromptError` if the tokenizer cannot encode it."""
+    """Return the token ids of a text.
+
+    Special tokens with which the text itself begins, as after a chat template, are not added again.
+
+    Args:
+      tokenizer: tokenizer of the model.
+      text: text to encode; names of special tokens in it become those tokens.
+      add_special_tokens: add the tokens that begin and end a text for this tokenizer, such as BOS.
+
+    Raises:
+      PromptError: the tokenizer cannot encode the text.
+    """
     with foreign_errors_as(PromptError, f"the tokenizer cannot encode {text!r:.80}"):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = encoding.ids
+    added = [*encoding.special_tokens_mask, 0].index(0)  # Tokens of the text have 0 there, special or not.
+    return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
 
 
 def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
@@ -176,8 +190,13 @@ def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
     return ids
 
 
-def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
+def token_ids(model: TextModel, prompt: Prompt, *, add_special_tokens: bool = True) -> np.ndarray:
     """Return the token ids of a prompt of any length but 0, [T] int32.
+
+    Args:
+      model: model that reads the prompt.
+      prompt: text or token ids.
+      add_special_tokens: add the special tokens that begin and end a text, such as BOS.
 
     Raises:
       PromptError: the prompt is empty, malformed, cannot be encoded, or has ids outside the vocabulary.
@@ -185,7 +204,7 @@ def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise PromptError(f"prompt={prompt!r:.80}: this model has no tokenizer; pass token ids instead")
-        ids = np.array(tokenized(model.tokenizer, prompt), np.int64)
+        ids = np.array(tokenized(model.tokenizer, prompt, add_special_tokens=add_special_tokens), np.int64)
     else:
         ids = _to_array(prompt)
     if ids.size == 0:
