@@ -97,6 +97,12 @@ def derive_settings(file: GGUF) -> dict[str, Any]:
       ConversionError: the architecture or a value is not supported, or a value is missing or malformed.
     """
     name = file.metadata.get("general.architecture")
+    if file.metadata.get("general.type") == "adapter":
+        kind = file.metadata.get("adapter.type")
+        raise ConversionError(
+            f"{file.path} is an adapter (adapter.type={kind!r:.80}), not a model; "
+            "merge it with llama.cpp's llama-export-lora, then convert the merged file"
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConversionError(
             f"{file.path}: general.architecture={name!r:.80} is not supported; supported are "

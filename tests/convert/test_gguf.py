@@ -111,6 +111,12 @@ def test_all_tokens_that_end_are_kept(tmp_path):
     assert converted(path).config.eos_ids == (2, 4)
 
 
+def test_adapters_are_told_to_be_merged(tmp_path):
+    words = WORDS | {"general.type": "adapter", "adapter.type": "lora"}
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf", tokenizer=words)
+    refuse(path, r"a.gguf is an adapter \(adapter.type='lora'\), not a model; merge it")
+
+
 def test_tokens_that_end_by_lists_and_by_their_names(tmp_path):
     tokens = list(WORDS["tokenizer.ggml.tokens"])
     types = list(WORDS["tokenizer.ggml.token_type"])
