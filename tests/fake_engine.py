@@ -13,6 +13,7 @@ from conftest import LLAMA
 from tiny_tokenizers import chat_tokenizer
 
 from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import Busy, EngineRequest, EngineStats, Event, TokenLogprobs
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
@@ -86,6 +87,11 @@ class FakeEngine:
             ticket.cancel()
         self._pool.shutdown()
 
+    def spell_answer(self) -> list[int]:
+        """Return the tokens of each answer, which repeat."""
+        tokenizer = self.model.tokenizer
+        return [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+
     def _answer(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> None:
         try:
             last = self._spell(request, ticket, notify)
@@ -98,9 +104,10 @@ class FakeEngine:
         """Notify about all events except the last, which is returned."""
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
-        stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
-        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop))
-        answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        stop_ids = resolve_stop_ids(self.model, request)
+        before = () if request.new_text else request.prompt
+        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop), before=before)
+        answer = self.spell_answer()
         row.append(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
         of_prompt = prompt_logprobs(request)

@@ -259,7 +259,7 @@ class Generate:
         inputs: Sequence[Prompt] = prompts
         if self.chat:
             inputs = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
-            options["stop_tokens"] = chat_stop_tokens(model)
+            options |= {"stop_tokens": chat_stop_tokens(model), "new_text": True}
         if self.stream:
             for delta in stream(model, inputs, self.max_new_tokens, **options):
                 print(delta.text if is_first else "", end="", flush=True)

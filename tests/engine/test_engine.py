@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
@@ -99,6 +100,14 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
         prefill_chunk=chunk,
     )
     return found.completions[0].tokens
+
+
+def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
+    words = replace(model, tokenizer=Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, "w0")))
+    for own in (False, True):
+        job = Job(words, EngineRequest((5, 6), 2, new_text=own), (told := []).append, Job.cancel)
+        job.add_tokens([7, 8], Token(np.zeros(2), np.ones(2)))
+        assert told[0].text == ("w7 w8" if own else " w7 w8")
 
 
 def test_answers_are_those_of_generate(engine, model, tiny):
@@ -259,7 +268,7 @@ def test_a_prompt_that_is_read_again_is_told_of_once(model):
 
     for begin, end in [(0, 4), (4, 8), (0, 6), (6, 10)]:
         job.add_scores(begin, end, scores(begin, end))
-    job.add_tokens([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (5,), (5,)))))
+    job.add_tokens([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (), (5,), (5,)))))
     found = told[0].prompt_logprobs
     assert [each.token for each in found] == list(prompt)
     assert [each.logprob for each in found] == [None, *(-float(i) for i in range(1, 10))]

@@ -157,6 +157,12 @@ def test_stop_strings(client, stop, stream):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_a_stop_string_that_is_a_special_token(client):
+    asked = {"prompt": "on", "stop": ["<|im_end|>"], "ignore_eos": True, "max_tokens": 50}
+    (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (ANSWER, "stop")
+
+
 def test_what_else_can_be_asked_for(client, engine):
     asked = {"top_k": -1, "top_p": 0.5, "temperature": 0, "min_tokens": 1, "priority": -3, "user": "me"}
     asked |= {"ignore_eos": True, "stop_token_ids": [7, 7], "stop": [], "cache_salt": "me"}

@@ -18,7 +18,11 @@ def opening(system: str | None, message: str) -> list[dict[str, str]]:
 
 
 def chat_prompt(
-    model: TextModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
+    model: TextModel,
+    messages: Iterable[Message],
+    options: Mapping[str, Any] | None = None,
+    *,
+    add_special_tokens: bool = False,
 ) -> list[int]:
     """Return the token ids of a chat up to the start of the assistant's reply, for `generate` and `stream`.
 
@@ -28,14 +32,15 @@ def chat_prompt(
       model: model with a tokenizer and a chat template.
       messages: messages, oldest first, each with a `role` (system, user or assistant) and a `content`.
       options: further variables of the template, see `ChatTemplate.render`.
+      add_special_tokens: add special tokens such as BOS, for a template that does not write them.
 
     Raises:
       ChatError: the model has no template or tokenizer, messages are malformed, or the template fails.
       PromptError: the tokenizer cannot encode the text.
     """
     template, tokenizer = get_template_and_tokenizer(model)
-    # Templates themselves write the special tokens at the start of a text.
-    return tokenized(tokenizer, template.render(messages, options), add_special_tokens=False)
+    text = template.render(messages, options)
+    return tokenized(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
 def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:

@@ -2,16 +2,26 @@
 
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import check_limit, stop_strings, stop_token_ids, token_ids
+from zdc_jax.generation.request import (
+    check_limit,
+    find_special_tokens,
+    stop_strings,
+    stop_token_ids,
+    token_ids,
+)
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
 
 
 def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
-    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary."""
+    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary.
+
+    Stop strings that are special tokens are among them.
+    """
     own = () if request.ignore_eos else model.config.eos_ids
-    return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
+    asked = stop_token_ids(model, request.stop_tokens)
+    return tuple(dict.fromkeys((*own, *asked, *find_special_tokens(model, request.stop))))
 
 
 def check_length(prompt: int, max_tokens: int, max_model_len: int, limit: str = "max_tokens") -> None:

@@ -17,7 +17,7 @@ from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.engine.runner import ChunkInputs, Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
@@ -368,13 +368,31 @@ class Engine:
             return array[row]
 
         tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
+        if broken := not chosen.finite[row, len(tokens) - 1]:
+            tokens.pop()
         try:
-            device_knows = job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
+            device_knows = bool(tokens) and job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
         except PromptError as error:
             job.emit(Event(finish_reason="error", error=str(error)))
             device_knows = False
-        if job.ended:
+        if broken:
+            self._fail_broken(job)
+        elif job.ended:
             self._remove(job, keep=int(chosen.lengths[row]) if device_knows else 0)
+
+    def _fail_broken(self, job: Job) -> None:
+        """End a job whose logits are not finite, and clear its part of the cache.
+
+        A product of NaN and a weight of 0 is NaN, so what the job stored must reach no other request.
+        """
+        error = NonFiniteError("logits are", self._runner.dtype)
+        logger.error("a request failed: %s", error)
+        job.emit(Event(finish_reason="error", error=str(error)))
+        with self._changed:
+            pages = self._scheduler.forget(job.work)
+        assert job.work.row is not None
+        self._runner.clear(job.work.row, pages)
+        self._remove(job)
 
     def _remove(self, job: Job, keep: int = 0) -> None:
         """Remove an ended job; `keep` tokens of its pages stay available for other requests."""

@@ -61,6 +61,7 @@ class Job:
             tokenizer=model.tokenizer,
             stop_ids=self.stop_ids,
             stop=StopStrings(request.stop),
+            before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
         )
         self._resume(request.generated)
@@ -137,7 +138,7 @@ class Job:
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
             delta = self.answer.append(tokens, full=full)
         if delta is not None:
-            shown = self._to_logprobs(delta.tokens, *chosen[1:])
+            shown = self._to_logprobs(delta.tokens, *chosen[2:])
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 

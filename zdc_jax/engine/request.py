@@ -36,6 +36,8 @@ class EngineRequest:
       salt: prefix-cache salt. Cached tokens are shared only between requests with the same salt.
       generated: first tokens of the answer, if another engine has already generated them. Only later tokens
         are reported, and they are those that one engine would have generated. Limits count all tokens.
+      new_text: whether the answer is a text of its own, as a reply in a chat. By default its text continues
+        the prompt; with SentencePiece it may begin with a space.
     """
 
     prompt: tuple[int, ...]
@@ -50,6 +52,7 @@ class EngineRequest:
     priority: int = 0
     salt: str = ""
     generated: tuple[int, ...] = ()
+    new_text: bool = False
 
 
 class TokenLogprobs(NamedTuple):

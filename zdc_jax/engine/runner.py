@@ -190,9 +190,28 @@ class Runner:
         self._sent: tuple[np.ndarray, Array] | None = None
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """Set the pages of a sequence for all later steps."""
+        """Set the pages of a sequence for all later steps.
+
+        The table ends with repeats of the last page, since attention may multiply unused slots by 0. Slots of
+        another sequence could hold NaN.
+        """
+        self._pages[row] = pages[-1]
         self._pages[row, : len(pages)] = pages
         self._table = None
+
+    @property
+    def dtype(self) -> str:
+        """Dtype that the network runs in."""
+        return self._network.dtype.name
+
+    def clear(self, row: int, pages: Sequence[int]) -> None:
+        """Fill pages, and the state of a sequence outside pages, with zeros."""
+        padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
+        padded[: len(pages)] = pages
+        if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
+            program = _jit_donated(_clear, self._state)
+            self._programs["clear"] = program.lower(self._state, np.int32(row), padded).compile()
+        self._state = self._programs["clear"](self._state, np.int32(row), padded)
 
     def save_tail(self, row: int, tail: int) -> None:
         """Copy a sequence's state outside pages to a snapshot."""
@@ -264,7 +283,8 @@ class Runner:
         The result for an earlier chunk has a count of 0. Its arrays are ready when the chunk is prefilled.
         """
         if not chunk.last:
-            return SampledTokens(frontier.lengths, frontier.active, frontier.lengths, None, None, None)
+            lengths, active = frontier.lengths, frontier.active
+            return SampledTokens(lengths, active, lengths, active, None, None, None)
         packed = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None]
         return self._choose(f"choose first, {chunk.choice}", frontier, packed)
 
@@ -601,6 +621,13 @@ def _save_tail(tails: list[Array], own: list[Array], pair: Array) -> list[Array]
     """Copy a sequence's state outside pages to a snapshot; `pair` has the batch index and the slot."""
     row, tail = pair
     return [snapshot.at[tail].set(leaf[row]) for snapshot, leaf in zip(tails, own, strict=True)]
+
+
+def _clear(state: DecodeState, row: Array, pages: Array) -> DecodeState:
+    """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
+    cache = state.cache
+    cache = cache.with_own([leaf.at[row].set(0) for leaf in cache.own])
+    return state._replace(cache=cache.with_pools([pool.at[pages].set(0) for pool in cache.pools]))
 
 
 def _restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:

@@ -220,6 +220,15 @@ class Scheduler:
         elif work in self.waiting:
             self.waiting.remove(work)
 
+    def forget(self, work: Work) -> list[int]:
+        """Return the pages that only this running request uses, so that their contents can be cleared.
+
+        No later request finds what the request stored itself, and neither pages that it shares with others.
+        """
+        own = work.pages[work.cached // self.page :]
+        self.pool.forget(own)
+        return self.pool.list_unshared(own)
+
     def plan(self) -> Plan | None:
         """Plan the next step, and count it as done; return None if there is nothing to do."""
         self._changed = {}

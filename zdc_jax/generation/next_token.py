@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.generation.row_numbers import RowNumbers
@@ -30,12 +30,14 @@ class Token(NamedTuple):
 
     Attributes:
       token: token ids, [*B] int32.
+      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
       logprob: log-probability of each token, [*B].
       top_ids: ids of the most likely tokens, [*B, 5] int32.
       top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
     """
 
     token: Array
+    finite: Array
     logprob: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
@@ -43,11 +45,11 @@ class Token(NamedTuple):
     @classmethod
     def zeros(cls, choice: Choice, *shape: int) -> "Token":
         """Return zeros to be filled with tokens of a batch `shape`."""
-        token = jnp.zeros(shape, jnp.int32)
+        token, finite = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
         if choice == "greedy":
-            return cls(token)
+            return cls(token, finite)
         top_shape = (*shape, MAX_LOGPROBS)
-        return cls(token, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
+        return cls(token, finite, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
 
 
 class Scores(NamedTuple):
@@ -82,12 +84,17 @@ def choose_token(
     top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return Token(token, logprob, top_ids, top_logits - total[:, None])
+    return Token(token, _are_finite(logits), logprob, top_ids, top_logits - total[:, None])
 
 
 def choose_greedy(logits: Float[Array, "B V"]) -> Token:
     """Return the most likely token of each sequence; the lowest id wins a tie."""
-    return Token(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return Token(jnp.argmax(logits, axis=-1).astype(jnp.int32), _are_finite(logits))
+
+
+def _are_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Return whether the largest logit of each sequence is finite; a NaN among the logits is the largest."""
+    return jnp.isfinite(logits.max(axis=-1))
 
 
 def score_tokens(

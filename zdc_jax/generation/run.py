@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.errors import NonFiniteError
 from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.request import Request, capacity_for
@@ -62,8 +63,14 @@ class Run:
         self._implementation = implementation
         stop = StopStrings(request.stop)
         self.sequences = [
-            OutputSequence(index, model.tokenizer, request.stop_ids, stop)
-            for index in range(len(request.prompts))
+            OutputSequence(
+                index,
+                model.tokenizer,
+                request.stop_ids,
+                stop,
+                before=() if request.new_text else prompt.tolist(),
+            )
+            for index, prompt in enumerate(request.prompts)
         ]
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
@@ -200,12 +207,23 @@ class Run:
         return self._on_mesh or not counts.is_ready()
 
     def _deliver(self, result: SampledTokens) -> Iterator[Delta]:
-        """Append new tokens to the sequences that have not ended and yield their deltas."""
+        """Append new tokens to the sequences that have not ended and yield their deltas.
+
+        Raises:
+          NonFiniteError: a sequence goes on, but its last logits are not finite.
+        """
+        finite = np.asarray(result.finite)
         for sequence, chosen, new in zip(self.sequences, self.chosen, self._record(result), strict=True):
-            if new and sequence.finish_reason is None:
-                delta = sequence.append(new, full=len(chosen) >= self.request.max_new_tokens)
-                if delta is not None:
-                    yield delta
+            if not new or sequence.finish_reason is not None:
+                continue
+            broken = not finite[sequence.index, len(new) - 1]
+            full = not broken and len(chosen) >= self.request.max_new_tokens
+            delta = sequence.append(new[: len(new) - broken], full=full)
+            if delta is not None:
+                yield delta
+            if broken and sequence.finish_reason is None:
+                dtype = self.model.network.dtype.name
+                raise NonFiniteError(f"prompts[{sequence.index}]: logits are", dtype)
 
     def _record(self, result: SampledTokens) -> list[list[int]]:
         """Add new tokens to `chosen` and return those of each sequence."""

@@ -113,6 +113,7 @@ class SampledTokens(NamedTuple):
       tokens: token ids, [B, steps] int32.
       counts: number of valid tokens of each sequence, [B] int32.
       lengths: cache length of each sequence that got tokens, after the step, [B] int32.
+      finite: whether each token was chosen from finite logits, [B, steps] bool. Otherwise it is the last one.
       logprob: log-probability of each token, [B, steps]; None if the program does not compute it.
       top_ids: ids of the most likely tokens, [B, steps, 5] int32, or None.
       top_logprobs: log-probabilities of the most likely tokens, [B, steps, 5], or None.
@@ -121,6 +122,7 @@ class SampledTokens(NamedTuple):
     tokens: Array
     counts: Array
     lengths: Array
+    finite: Array
     logprob: Array | None
     top_ids: Array | None
     top_logprobs: Array | None
@@ -128,7 +130,7 @@ class SampledTokens(NamedTuple):
     @property
     def parts(self) -> Token:
         """The tokens and their log-probabilities."""
-        return Token(self.tokens, self.logprob, self.top_ids, self.top_logprobs)
+        return Token(self.tokens, self.finite, self.logprob, self.top_ids, self.top_logprobs)
 
 
 def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
@@ -163,12 +165,14 @@ def choose(
       choice: kind of program.
 
     Returns:
-      The new `last` and `done`, and the tokens as one step.
+      The new `last` and `done`, and the tokens as one step. A token from logits that are not finite ends its
+      sequence.
     """
     rows, logits = RowNumbers.of(numbers), embeddings.unembed(frontier.hidden)
     new = choose_token(logits, rows, frontier.lengths, choice)
     last = jnp.where(frontier.active, new.token, last)
-    done = jnp.where(frontier.active, rows.stops(new.token, frontier.lengths), done)
+    ends = rows.stops(new.token, frontier.lengths) | ~new.finite
+    done = jnp.where(frontier.active, ends, done)
     one_step = jax.tree.map(lambda x: x[:, None], new)
     counts = frontier.active.astype(jnp.int32)
     return last, done, SampledTokens(one_step.token, counts, frontier.lengths, *one_step[1:])

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
+from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
 from zdc_jax.server.metrics import Metrics
@@ -160,10 +161,8 @@ class Api:
     async def detokenize(self, http: Request) -> Response:
         """Convert token ids, special ones included, to text."""
         body = DetokenizeRequest.model_validate_json(await http.body())
-        decode = self._get_tokenizer(body).decode
-        return JSONResponse(
-            {"prompt": await run_in_threadpool(decode, body.tokens, skip_special_tokens=False)}
-        )
+        join = get_token_bytes(self._get_tokenizer(body)).join
+        return JSONResponse({"prompt": await run_in_threadpool(join, body.tokens)})
 
     def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
         self._check_model(body)

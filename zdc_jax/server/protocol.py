@@ -239,9 +239,12 @@ class CompletionRequest(GenerationRequest):
       prompt: one prompt or several, each a text or token ids.
       echo: start each answer with its prompt.
       logprobs: number of alternatives of each token; None for no log-probabilities.
+      add_special_tokens: add the special tokens that begin and end a text, such as BOS. Those that a text
+        itself begins with are not added again.
     """
 
     prompt: Prompts
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -257,7 +260,9 @@ class CompletionRequest(GenerationRequest):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         limit = self.max_tokens or COMPLETION_TOKENS
         with report_errors_of("prompt"):
-            prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
+            special = self.add_special_tokens
+            encoded = [token_ids(model, prompt, add_special_tokens=special) for prompt in self.prompt]
+        prompts = [(ids.tolist(), limit) for ids in encoded]
         requests = self._build_requests(prompts, (), self.logprobs)
         self._check_requests(requests, model, max_model_len)
         scored = self.echo and self.logprobs is not None
@@ -300,6 +305,7 @@ class ChatRequest(GenerationRequest):
       logprobs: report log-probabilities of the reply's tokens.
       top_logprobs: number of alternatives of each token.
       chat_template_kwargs: further variables of the chat template.
+      add_special_tokens: add special tokens before the text of the template, which mostly has them.
     """
 
     messages: list[ChatMessage]
@@ -307,6 +313,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
@@ -322,7 +329,10 @@ class ChatRequest(GenerationRequest):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         messages = [message.to_template() for message in self.messages]
         with report_errors_of("messages"):
-            prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
+            ids = chat_prompt(
+                model, messages, self.chat_template_kwargs, add_special_tokens=self.add_special_tokens
+            )
+            prompt = token_ids(model, ids).tolist()
         if (room := max_model_len - len(prompt)) < 1:
             raise RequestError(
                 f"messages: {len(prompt)} tokens leave no room for a reply within {max_model_len=}; "
@@ -333,7 +343,7 @@ class ChatRequest(GenerationRequest):
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
         self._check_requests(requests, model, max_model_len)
-        return requests
+        return [replace(request, new_text=True) for request in requests]
 
 
 class TokenizeRequest(ModelRequest):

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
-from zdc_jax.engine.request import EndReason, EngineRequest, Event, TokenLogprobs
+from zdc_jax.engine.request import EndReason, EngineRequest, Event
+from zdc_jax.generation.detokenise import Detokeniser
 from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from zdc_jax.server.spelling import SpelledToken, Speller
 
 MIN_LOGPROB = -9999.0
 """Smallest log-probability sent, as in vLLM: JSON has no infinity."""
@@ -21,30 +23,35 @@ class Answer:
     """Answer to one engine request so far.
 
     Attributes:
+      speller: speller of its tokens.
       text: text of the answer.
       tokens: number of generated tokens.
-      logprobs: log-probabilities of the prompt and the answer.
+      logprobs: tokens of the prompt and the answer with log-probabilities, if requested.
       finish_reason: reason why the answer ended; None while it continues.
       cached_tokens: prompt tokens reused from earlier requests.
       shown: characters of the text that were streamed.
       begun: whether a chunk was streamed.
     """
 
+    speller: Speller
     text: str = ""
     tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[SpelledToken] = field(default_factory=list)
     finish_reason: EndReason | None = None
     cached_tokens: int = 0
     shown: int = 0
     begun: bool = False
 
-    def add(self, event: Event) -> None:
-        """Add an event."""
+    def add(self, event: Event) -> list[SpelledToken]:
+        """Add an event and return its tokens with log-probabilities."""
+        spelled = self.speller.spell_prompt(event.prompt_logprobs)
+        spelled += self.speller.spell_answer(event.logprobs)
         self.text += event.text or ""
         self.tokens += len(event.tokens)
-        self.logprobs += [*event.prompt_logprobs, *event.logprobs]
+        self.logprobs += spelled
         self.finish_reason = event.finish_reason
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        return spelled
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,14 @@ class AnswerDelta:
 
     Attributes:
       text: text of the part.
-      logprobs: log-probabilities of its tokens.
+      logprobs: its tokens with log-probabilities, if requested.
       finish_reason: reason why the answer ended; None while it continues.
-      offset: characters of the answer before the part.
       first: whether the part starts the answer.
     """
 
     text: str
-    logprobs: Sequence[TokenLogprobs]
+    logprobs: Sequence[SpelledToken]
     finish_reason: EndReason | None
-    offset: int = 0
     first: bool = True
 
 
@@ -89,7 +94,7 @@ class Reply(ABC):
     ):
         self._name, self._tokenizer, self._body, self._requests = name, tokenizer, body, requests
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._answers = [Answer() for _ in requests]
+        self._answers = [Answer(Speller(tokenizer, request)) for request in requests]
 
     def add(self, index: int, event: Event) -> None:
         """Add an event of one of the engine requests."""
@@ -106,12 +111,11 @@ class Reply(ABC):
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """Add an event, and return its streamed chunk, or None if it has nothing to show."""
         answer = self._answers[index]
-        answer.add(event)
-        text, offset = answer.text[answer.shown :], answer.shown
-        logprobs = [*event.prompt_logprobs, *event.logprobs]
+        logprobs = answer.add(event)
+        text = answer.text[answer.shown :]
         if not (text or logprobs or event.finish_reason):
             return None
-        delta = AnswerDelta(text, logprobs, event.finish_reason, offset, not answer.begun)
+        delta = AnswerDelta(text, logprobs, event.finish_reason, not answer.begun)
         answer.shown, answer.begun = len(answer.text), True
         return self._format_header(self.chunk_kind) | {"choices": [self._format_chunk_choice(index, delta)]}
 
@@ -143,11 +147,6 @@ class Reply(ABC):
     def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         """Format a part of an answer."""
 
-    def _get_token_text(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        return self._tokenizer.decode([token], skip_special_tokens=False)
-
 
 class CompletionReply(Reply):
     """Response of /v1/completions."""
@@ -159,9 +158,11 @@ class CompletionReply(Reply):
         for index, answer in enumerate(self._answers):
             prompt = body.prompt[index // body.n]
             answer.text = prompt if isinstance(prompt, str) else self._decode(prompt)
+            answer.speller = Speller(self._tokenizer, self._requests[index], answer.text)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+        """Return the text of a prompt, without a last character that the answer may finish."""
+        return "" if self._tokenizer is None else Detokeniser(self._tokenizer).feed(tokens)
 
     def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         return {
@@ -174,26 +175,22 @@ class CompletionReply(Reply):
     _format_chunk_choice = _format_choice
 
     def _format_logprobs(self, delta: AnswerDelta) -> dict[str, Any]:
-        texts = [self._get_token_text(each.token) for each in delta.logprobs]
-        offsets = [delta.offset]
-        for text in texts[:-1]:
-            offsets.append(offsets[-1] + len(text))
         return {
-            "tokens": texts,
+            "tokens": [_show_apart(each.data) for each in delta.logprobs],
             "token_logprobs": [each.logprob and _make_finite(each.logprob) for each in delta.logprobs],
             "top_logprobs": [self._format_top(each) for each in delta.logprobs],
-            "text_offset": offsets,
+            "text_offset": [each.offset for each in delta.logprobs],
         }
 
-    def _format_top(self, token: TokenLogprobs) -> dict[str, float] | None:
+    def _format_top(self, token: SpelledToken) -> dict[str, float] | None:
         """Format the most likely tokens and the token itself.
 
-        If several tokens have the same text, the most likely one is reported.
+        If several tokens have the same bytes, the most likely one is reported.
         """
         if token.logprob is None:
             return None
-        ascending = sorted([*token.top, (token.token, token.logprob)], key=lambda pair: pair[1])
-        likelier_last = {self._get_token_text(other): _make_finite(logprob) for other, logprob in ascending}
+        ascending = sorted([*token.top, (token.data, token.logprob)], key=lambda pair: pair[1])
+        likelier_last = {_show_apart(data): _make_finite(logprob) for data, logprob in ascending}
         return dict(reversed(likelier_last.items()))
 
 
@@ -217,14 +214,24 @@ class ChatReply(Reply):
         logprobs = {"content": content} if content else None
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
-    def _format_logprobs(self, token: TokenLogprobs) -> dict[str, Any]:
+    def _format_logprobs(self, token: SpelledToken) -> dict[str, Any]:
         assert token.logprob is not None  # Chats report no log-probabilities of the prompt.
-        top = [self._format_token(other, logprob) for other, logprob in token.top]
-        return self._format_token(token.token, token.logprob) | {"top_logprobs": top}
+        top = [self._format_token(data, logprob) for data, logprob in token.top]
+        return self._format_token(token.data, token.logprob) | {"top_logprobs": top}
 
-    def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._get_token_text(token)
-        return {"token": text, "logprob": _make_finite(logprob), "bytes": list(text.encode())}
+    def _format_token(self, data: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": _show(data), "logprob": _make_finite(logprob), "bytes": list(data)}
+
+
+def _show(data: bytes) -> str:
+    r"""Return the text of a token, with escapes such as `\xe2` for parts of characters, as OpenAI's API."""
+    return data.decode(errors="backslashreplace")
+
+
+def _show_apart(data: bytes) -> str:
+    r"""Return the text of a token; parts of characters become `bytes:\xe2`, as in OpenAI's completions."""
+    shown = _show(data)
+    return shown if shown.encode() == data else f"bytes:{shown}"
 
 
 def _make_finite(logprob: float) -> float:
