@@ -85,7 +85,7 @@ def draw_requests(tiny: TinyModel, count: int) -> list[EngineRequest]:
 
 
 def check_requests(tiny: TinyModel, plan: CompressionPlan, count: int) -> None:
-    """Check that answers beside others, on few pages that they share, equal those of requests alone."""
+    """Check that answers among others, on few pages that they share, equal those of requests alone."""
     model, requests = load_reproducible(tiny, plan), draw_requests(tiny, count)
     with Engine(model, SMALL) as engine:
         together = answer_all(engine, requests)

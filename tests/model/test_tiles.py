@@ -1,4 +1,4 @@
-"""Tiles: one arithmetic for every token, however a text is cut into chunks and whatever runs beside it."""
+"""Tiles: one arithmetic for every token, in any chunks and in any batch."""
 
 from dataclasses import replace
 
