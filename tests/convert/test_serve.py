@@ -116,11 +116,9 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
         assert whole.usage.completion_tokens == len(true.tokens)
         pieces = [piece.choices[0].text for piece in client.completions.create(**asked, stream=True)]
         assert "".join(pieces) == true.text
-        with pytest.raises(
-            openai.BadRequestError,
-            match="max_tokens=300: 3 prompt tokens plus 300 new ones exceed max_model_len=128",
-        ):
-            client.completions.create(**asked | {"max_tokens": 300})
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 128 tokens") as refused:
+            client.completions.create(**asked | {"prompt": [5] * 128})
+        assert refused.value.code == "context_length_exceeded"
     with (
         openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),

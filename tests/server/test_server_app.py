@@ -275,9 +275,6 @@ def test_neutral_values_are_taken(client):
         ({"prompt": ""}, "empty"),
         ({"prompt": [97]}, "vocabulary"),
         ({"prompt": [2**70]}, "integers"),
-        ({"prompt": [5] * 200}, "max_tokens=16: 200 prompt tokens plus 16 new ones exceed max_model_len=200"),
-        ({"max_tokens": 190, "prompt": [5] * 50}, "exceed max_model_len=200"),
-        ({"max_tokens": 10**30}, "exceed max_model_len=200"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e39}, "temperature=1e+39"),
         ({"top_p": 0}, "top_p: "),
@@ -297,28 +294,43 @@ def test_what_an_engine_cannot_do(client, engine, field, says):
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_a_chat_that_is_too_long_is_told_which_field_is(client, field):
-    described = error(client.post(CHATS, json={"messages": HELLO, field: 300}), 400)
-    assert (described["param"], described["message"].startswith(f"{field}=300: ")) == (field, True)
+def test_more_tokens_than_fit_are_the_tokens_that_fit(client, engine, field):
+    assert client.post(CHATS, json={"messages": HELLO, field: 32_000}).status_code == 200
+    asked = {"prompt": [[5] * 50, [5] * 199, [5]], "max_tokens": 10**30}
+    assert client.post(COMPLETIONS, json=asked).status_code == 200
+    chat, *completions = engine.submitted
+    assert chat.max_tokens == 200 - len(chat.prompt)
+    assert [request.max_tokens for request in completions] == [150, 1, 199]
     described = error(client.post(CHATS, json={"messages": HELLO, field: 3, "min_tokens": 4}), 400)
     assert described["message"].endswith(f"must be at most {field}=3")
 
 
-def test_a_prompt_that_leaves_no_room_for_what_is_answered_by_default(client, engine):
-    described = error(client.post(COMPLETIONS, json={"prompt": [1] * (engine.max_model_len - 5)}), 400)
-    assert described["param"] == "prompt"
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (COMPLETIONS, {"prompt": [[1], [1] * 200]}, "201 tokens (200 in the prompt, 1 in the completion)"),
+        (
+            COMPLETIONS,
+            {"prompt": [1] * 9, "min_tokens": 195, "max_tokens": 300},
+            "204 tokens (9 in the prompt",
+        ),
+        (CHATS, {"messages": [{"role": "user", "content": "a" * 200}]}, " in the messages, 1 in the"),
+    ],
+)
+def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, body, says):
+    described = error(client.post(path, json=body), 400)
+    assert described["message"].startswith(
+        "This model's maximum context length is 200 tokens. However, you requested "
+    )
+    assert says in described["message"]
+    assert described["code"] == "context_length_exceeded"
+    assert described["param"] in body
+    assert not engine.submitted
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
 def test_bodies_that_are_none(client, body):
     error(client.post(COMPLETIONS, content=body), 400)
-
-
-def test_messages_without_room_for_a_reply(client):
-    messages = [{"role": "user", "content": "a" * 200}]
-    described = error(client.post(CHATS, json={"messages": messages}), 400)
-    assert "no room for a reply within max_model_len=200" in described["message"]
-    assert described["param"] == "messages"
 
 
 def test_options_of_templates(client):

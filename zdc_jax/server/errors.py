@@ -41,6 +41,26 @@ class RequestError(ZDCError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) -> RequestError:
+    """Return the error for a prompt that leaves too few tokens for its answer.
+
+    Clients recognise the code and the first sentence, which are OpenAI's, and then shorten the prompt.
+
+    Args:
+      param: request field with the prompt.
+      prompt: number of prompt tokens.
+      answer: fewest tokens of the answer.
+      max_model_len: most tokens of a prompt and its answer together.
+    """
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{prompt + answer} tokens ({prompt} in the {param}, {answer} in the completion). Please reduce the "
+        f"length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 @contextmanager
 def report_errors_of(param: str) -> Iterator[None]:
     """Convert a `PromptError` inside the context to a `RequestError` of this request field."""

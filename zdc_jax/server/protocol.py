@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
-from zdc_jax.engine.checks import check_length, resolve_stop_ids
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
-from zdc_jax.server.errors import RequestError, report_errors_of
+from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -106,7 +106,7 @@ class GenerationRequest(ModelRequest, ABC):
     """Common fields of completions and chats.
 
     Attributes:
-      max_tokens: most tokens of an answer.
+      max_tokens: most tokens of an answer, which also ends where the model's context does.
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
       top_k: number of most likely tokens to sample from; 0 or -1 for all.
@@ -184,7 +184,7 @@ class GenerationRequest(ModelRequest, ABC):
                 Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
             ]
         stop_tokens = () if self.ignore_eos else stop_tokens
-        requests = [
+        return [
             EngineRequest(
                 prompt=tuple(prompt),
                 max_tokens=max_tokens,
@@ -200,24 +200,29 @@ class GenerationRequest(ModelRequest, ABC):
             for prompt, max_tokens in prompts
             for sampling in samplings
         ]
-        shortest = min(request.max_tokens for request in requests)
-        if self.min_tokens > shortest:
-            message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={shortest}"
-            raise RequestError(message, param="min_tokens")
-        return requests
 
-    def _check_requests(
-        self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int
-    ) -> None:
-        """Raise `RequestError` if the engine would refuse a request.
+    def _check_minimum(self, limit: int) -> None:
+        """Raise `RequestError` if `min_tokens` exceeds the most tokens of an answer."""
+        if self.min_tokens > limit:
+            message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={limit}"
+            raise RequestError(message, param="min_tokens")
+
+    def _find_room(self, prompt: Sequence[int], max_model_len: int, param: str) -> int:
+        """Return the tokens that a prompt leaves for its answer.
+
+        Raises:
+          RequestError: the prompt leaves less than one token, or less than `min_tokens`.
+        """
+        room, fewest = max_model_len - len(prompt), max(1, self.min_tokens)
+        if room < fewest:
+            raise make_length_error(param, len(prompt), fewest, max_model_len)
+        return room
+
+    def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
+        """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request.
 
         The engine's own errors would not use the names of the client's fields.
         """
-        limit = self._limit_field
-        for request in requests:
-            limit_is_cause = limit in self.model_fields_set and len(request.prompt) < max_model_len
-            with report_errors_of(limit if limit_is_cause else "prompt"):
-                check_length(len(request.prompt), request.max_tokens, max_model_len, limit)
         with report_errors_of("stop"):
             stop_strings(model, self.stop)
         vocab, param = model.config.vocab_size, "stop_token_ids"
@@ -225,7 +230,7 @@ class GenerationRequest(ModelRequest, ABC):
             raise RequestError(
                 f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
             )
-        if (count := len(resolve_stop_ids(model, requests[0]))) > MAX_STOP_TOKENS:
+        if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
             message = (
                 f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
             )
@@ -255,11 +260,12 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        limit = self.max_tokens or COMPLETION_TOKENS
+        self._check_minimum(limit := self.max_tokens or COMPLETION_TOKENS)
         with report_errors_of("prompt"):
-            prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
-        requests = self._build_requests(prompts, (), self.logprobs)
-        self._check_requests(requests, model, max_model_len)
+            prompts = [token_ids(model, prompt).tolist() for prompt in self.prompt]
+        limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
+        requests = self._build_requests(zip(prompts, limits, strict=True), (), self.logprobs)
+        self._check_stops(requests[0], model)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
 
@@ -320,19 +326,14 @@ class ChatRequest(GenerationRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
+        self._check_minimum(limit := self.max_completion_tokens or self.max_tokens or max_model_len)
         messages = [message.to_template() for message in self.messages]
         with report_errors_of("messages"):
             prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
-        if (room := max_model_len - len(prompt)) < 1:
-            raise RequestError(
-                f"messages: {len(prompt)} tokens leave no room for a reply within {max_model_len=}; "
-                "shorten the messages",
-                param="messages",
-            )
-        limit = self.max_completion_tokens or self.max_tokens or room
+        limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
-        self._check_requests(requests, model, max_model_len)
+        self._check_stops(requests[0], model)
         return requests
 
 
