@@ -12,7 +12,10 @@ from zdc_jax.conversation.prompt import chat_prompt
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
+from zdc_jax.server.body import read_body
+from zdc_jax.server.errors import RequestError
 from zdc_jax.server.metrics import Metrics
+from zdc_jax.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -258,15 +261,76 @@ def test_fields_are_refused_by_name(client, engine, path, field):
     usual = {"prompt": "on"} if path == COMPLETIONS else {"messages": HELLO}
     described = error(client.post(path, json=usual | field), 404 if "model" in field else 400)
     assert described["type"] == "invalid_request_error"
-    assert described["param"] in field
+    assert described["param"].split("[")[0].split(".")[0] in field
     assert described["param"] in described["message"]
     assert not engine.submitted
 
 
-def test_neutral_values_are_taken(client):
-    neutral = {"best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": ""}
-    neutral |= {"response_format": {"type": "text"}, "prompt": "on", "something": [1]}
-    assert client.post(COMPLETIONS, json=neutral).status_code == 200
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest])
+def test_fields_that_are_not_implemented(body):
+    needed = {"prompt": "on"} if body is CompletionRequest else {"messages": HELLO}
+    assert not body.model_fields.keys() & (body.refused.keys() | body.ignored)
+    for name, neutral in body.refused.items():
+        for value in (None, *neutral):
+            assert read_body(body, json.dumps(needed | {name: value}).encode()) == body(**needed)
+        for value in (0.5, "on", {"a": 1}, [7]):
+            with pytest.raises(RequestError) as refused:
+                read_body(body, json.dumps(needed | {name: value}).encode())
+            assert refused.value.param == name
+            assert str(refused.value).startswith(f"{name}={json.dumps(value)} is not supported; leave it out")
+    anything = {name: [{"a": 1}] for name in body.ignored}
+    assert read_body(body, json.dumps(needed | anything).encode()) == body(**needed)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "messages", "messages is required"),
+        ({"messages": []}, "messages", "messages=[] must have at least 1 item, not 0"),
+        ({"messages": ["a"]}, "messages[0]", 'messages[0]="a" must be a JSON object'),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": 5}]},
+            "messages[1].content",
+            "messages[1].content=5 must be a valid string or a valid array",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text=5 must be a valid string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "mood": 1}]},
+            "messages[0].mood",
+            "messages[0].mood=1 is not a field of this API; leave it out",
+        ),
+        (
+            {"temprature": 1},
+            "temprature",
+            "temprature=1 is not a field of this API; leave it out, or send temperature",
+        ),
+        ({"stop": 5}, "stop", "stop=5 must be a valid string or a valid array"),
+        ({"stop": ["a", ""]}, "stop[1]", 'stop[1]="" must have at least 1 character'),
+        (
+            {"stop": ["several words"] * 17},
+            "stop",
+            'stop=["several words", "several words", "several words", … must have at most 16 items, not 17',
+        ),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats=true is not supported; leave it out or send false",
+        ),
+        ({"prompt": [5, "a"]}, "prompt[1]", 'prompt[1]="a" must be a valid integer'),
+        ({"prompt": ["a", [5, 0.5]]}, "prompt[1][1]", "prompt[1][1]=0.5 must be a valid integer"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1]=5 must be a valid string or a valid array"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_field_and_the_cause(client, body, param, message):
+    path = COMPLETIONS if "prompt" in body else CHATS
+    usual = {"messages": HELLO} if path == CHATS and body else {}
+    described = error(client.post(path, json=usual | body), 400)
+    assert (described["param"], described["message"]) == (param, message)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +341,7 @@ def test_neutral_values_are_taken(client):
         ({"prompt": [2**70]}, "integers"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e39}, "temperature=1e+39"),
-        ({"top_p": 0}, "top_p: "),
+        ({"top_p": 0}, "top_p=0 must be greater than 0"),
         ({"stop_token_ids": [5, 97]}, "stop_token_ids: token id 97 lies outside the vocabulary 0…96"),
         (
             {"stop_token_ids": [*range(5, 21)]},
@@ -328,9 +392,10 @@ def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, b
     assert not engine.submitted
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
-def test_bodies_that_are_none(client, body):
-    error(client.post(COMPLETIONS, content=body), 400)
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
+def test_bodies_that_are_not_json(client, body):
+    assert "the body is not valid JSON: " in error(client.post(COMPLETIONS, content=body), 400)["message"]
+    assert error(client.post(COMPLETIONS, content=b"[1]"), 400)["message"] == "the body must be a JSON object"
 
 
 def test_options_of_templates(client):
@@ -378,8 +443,9 @@ def test_an_empty_key_is_refused(engine):
 def test_long_bodies(engine):
     client = TestClient(make_app(engine, name="tiny", max_body_bytes=100))
     body = json.dumps({"prompt": "on" * 100}).encode()
-    assert client.post(COMPLETIONS, content=body).status_code == 413
-    assert client.post(COMPLETIONS, content=iter([body])).status_code == 413
+    for content in (body, iter([body])):
+        described = error(client.post(COMPLETIONS, content=content), 413)
+        assert described["message"] == "the body has more than 100 bytes; send less"
     assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
 
 
@@ -449,12 +515,19 @@ def test_tokens_and_text(client):
     found = client.post("/tokenize", json={"prompt": "on the<|im_end|>"}).json()
     assert found == {"count": len(ids), "max_model_len": 200, "tokens": ids}
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "on the<|im_end|>"}
-    assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
+    assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens[0]"
 
 
 def test_paths_and_methods_that_are_none(client):
-    error(client.get("/v1/nothing"), 404)
-    error(client.get(COMPLETIONS), 405)
+    for path in ("/v1/nothing", "/nothing"):
+        described = error(client.get(path), 404)
+        assert described["message"].startswith(f"GET {path}: unknown path; this server has ")
+        assert COMPLETIONS in described["message"]
+        assert described["code"] == "unknown_url"
+    for path, asked in (("/health", client.post), (COMPLETIONS, client.get)):
+        described = error(asked(path), 405)
+        assert f"{path}: this path accepts " in described["message"]
+        assert described["code"] == "method_not_supported"
 
 
 def test_too_many_answers_of_one_body_are_refused_by_name(client):

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -20,13 +20,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
+from zdc_jax.server.body import Body, read_body, show
 from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
@@ -63,26 +64,11 @@ def make_app(
     """
     if api_key == "":
         raise ValueError("api_key='' must be a non-empty key, or None for no key")
-    api = Api(engine, name, Metrics(engine, name))
-    routes = [
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
-    ]
     guard = []
     if api_key is not None:
         guard = [Middleware(AuthenticationMiddleware, ApiKey(api_key), _on_unauthorized)]
-    app = Starlette(
-        routes=[
-            Route("/health", api.health),
-            Route("/metrics", api.show_metrics),
-            Mount("/", routes=routes, middleware=guard),
-        ],
-        exception_handlers=HANDLERS,
-        max_body_size=max_body_bytes,
-    )
+    routes = Api(engine, name, Metrics(engine, name), max_body_bytes).routes(guard)
+    app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.closing = False
     return app
 
@@ -118,19 +104,33 @@ class Api:
       engine: engine that answers requests.
       name: name of the model in the API.
       metrics: metrics of the server.
+      max_body_bytes: largest request.
     """
 
     engine: Serving
     name: str
     metrics: Metrics
+    max_body_bytes: int
+
+    def routes(self, guard: Sequence[Middleware]) -> list[Route]:
+        """Return the routes; clients pass `guard` first, except to `/health` and `/metrics`."""
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
+            Route("/v1/models", self.models, middleware=guard),
+            Route("/tokenize", self.tokenize, methods=["POST"], middleware=guard),
+            Route("/detokenize", self.detokenize, methods=["POST"], middleware=guard),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
 
     async def completions(self, http: Request) -> Response:
         """Continue prompts given as text or token ids."""
-        return await self._answer(http, CompletionRequest.model_validate_json(await http.body()))
+        return await self._answer(http, await self._read(CompletionRequest, http))
 
     async def chat_completions(self, http: Request) -> Response:
         """Answer the messages of a chat."""
-        return await self._answer(http, ChatRequest.model_validate_json(await http.body()))
+        return await self._answer(http, await self._read(ChatRequest, http))
 
     async def models(self, http: Request) -> Response:
         """List the served model."""
@@ -148,7 +148,7 @@ class Api:
 
     async def tokenize(self, http: Request) -> Response:
         """Convert a text to token ids."""
-        body = TokenizeRequest.model_validate_json(await http.body())
+        body = await self._read(TokenizeRequest, http)
         special = body.add_special_tokens
         with report_errors_of("prompt"):
             tokens = await run_in_threadpool(
@@ -159,11 +159,22 @@ class Api:
 
     async def detokenize(self, http: Request) -> Response:
         """Convert token ids, special ones included, to text."""
-        body = DetokenizeRequest.model_validate_json(await http.body())
+        body = await self._read(DetokenizeRequest, http)
         decode = self._get_tokenizer(body).decode
         return JSONResponse(
             {"prompt": await run_in_threadpool(decode, body.tokens, skip_special_tokens=False)}
         )
+
+    async def _read[AnyBody: Body](self, kind: type[AnyBody], http: Request) -> AnyBody:
+        """Read the body of a request; raise `RequestError` if it is too large or a field is wrong."""
+        data = bytearray()
+        async for part in http.stream():
+            data += part
+            if len(data) > self.max_body_bytes:
+                raise RequestError(
+                    f"the body has more than {self.max_body_bytes:,} bytes; send less", status=413
+                )
+        return read_body(kind, bytes(data))
 
     def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
         self._check_model(body)
@@ -173,7 +184,7 @@ class Api:
 
     def _check_model(self, body: ModelRequest) -> None:
         if body.model not in (None, self.name):
-            message = f"model={body.model!r:.80} is not served here; the only model is {self.name!r}"
+            message = f"model={show(body.model)} is not served here; the only model is {self.name!r}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     async def _answer(self, http: Request, body: GenerationRequest) -> Response:

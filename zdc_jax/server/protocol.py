@@ -1,17 +1,16 @@
 """Bodies of client requests: their validation, and their conversion to engine requests.
 
 Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
-`cache_salt` and `chat_template_kwargs` are vLLM's. Unknown fields are ignored, since clients send many.
-Unsupported fields that would change the answer are refused by name.
+`cache_salt` and `chat_template_kwargs` are vLLM's. Fields that are not implemented are listed in `fields.py`.
 """
 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
 from zdc_jax.engine.checks import resolve_stop_ids
@@ -20,7 +19,15 @@ from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
+from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
+from zdc_jax.server.fields import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_STREAMS,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+)
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -30,56 +37,14 @@ MAX_REQUESTS = 128
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,),
-}
-"""Unsupported fields, with the values that are accepted because they have no effect; null always is."""
-
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _wrap_prompt(prompt: Any) -> Any:
-    """Wrap a single prompt in a list."""
-    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    return prompt if is_list else [prompt]
-
-
-Prompts = Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(_wrap_prompt)]
-"""Prompts, each a text or token ids."""
-
-
-class Body(BaseModel):
-    """JSON body of a request. Null means that a field is absent, and numbers in quotes are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
+Prompt = str | Annotated[list[int], Field(fail_fast=True)]
+"""Text or token ids."""
+Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
+"""Prompt or prompts."""
 
 
 class ModelRequest(Body):
@@ -98,6 +63,9 @@ class StreamOptions(Body):
     Attributes:
       include_usage: send a last chunk with token counts.
     """
+
+    refused: ClassVar = {"continuous_usage_stats": (False,)}
+    ignored: ClassVar = IGNORED_IN_STREAMS
 
     include_usage: bool = False
 
@@ -122,6 +90,8 @@ class GenerationRequest(ModelRequest, ABC):
       stream_options: options of the stream.
     """
 
+    ignored: ClassVar = IGNORED
+
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
@@ -136,14 +106,6 @@ class GenerationRequest(ModelRequest, ABC):
     cache_salt: str = ""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        for name in body.keys() & UNSUPPORTED.keys() if isinstance(body, dict) else ():
-            if body[name] is not None and body[name] not in UNSUPPORTED[name]:
-                raise RequestError(f"{name}={body[name]!r:.80} is not supported; leave it out", param=name)
-        return body
 
     @abstractmethod
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
@@ -246,15 +208,24 @@ class CompletionRequest(GenerationRequest):
       logprobs: number of alternatives of each token; None for no log-probabilities.
     """
 
+    refused: ClassVar = REFUSED_IN_COMPLETIONS
+
     prompt: Prompts
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """List of the prompt or prompts."""
+        # Pydantic has checked the other items.
+        single = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
+
     @model_validator(mode="after")
     def _check_count(self) -> Self:
-        if len(self.prompt) * self.n > MAX_REQUESTS:
+        if len(self.prompts) * self.n > MAX_REQUESTS:
             message = (
-                f"{len(self.prompt)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
+                f"{len(self.prompts)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
             )
             raise RequestError(message, param="prompt")
         return self
@@ -262,7 +233,7 @@ class CompletionRequest(GenerationRequest):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         self._check_minimum(limit := self.max_tokens or COMPLETION_TOKENS)
         with report_errors_of("prompt"):
-            prompts = [token_ids(model, prompt).tolist() for prompt in self.prompt]
+            prompts = [token_ids(model, prompt).tolist() for prompt in self.prompts]
         limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
         requests = self._build_requests(zip(prompts, limits, strict=True), (), self.logprobs)
         self._check_stops(requests[0], model)
@@ -272,6 +243,8 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(Body):
     """Part of a message's text."""
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES
 
     type: Literal["text"]
     text: str
@@ -284,6 +257,8 @@ class ChatMessage(Body):
       role: author of the message; `developer` means `system`.
       content: text, or a list of text parts.
     """
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -308,7 +283,9 @@ class ChatRequest(GenerationRequest):
       chat_template_kwargs: further variables of the chat template.
     """
 
-    messages: list[ChatMessage]
+    refused: ClassVar = REFUSED_IN_CHATS
+
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)

@@ -157,7 +157,7 @@ class CompletionReply(Reply):
     def echo(self, body: CompletionRequest) -> None:
         """Start each answer with its prompt."""
         for index, answer in enumerate(self._answers):
-            prompt = body.prompt[index // body.n]
+            prompt = body.prompts[index // body.n]
             answer.text = prompt if isinstance(prompt, str) else self._decode(prompt)
 
     def _decode(self, tokens: Sequence[int]) -> str:
