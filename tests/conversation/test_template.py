@@ -31,7 +31,7 @@ CHATS = {
 }
 
 
-def in_transformers(source: str, messages: list, generate: bool, **options) -> str | None:
+def in_transformers(source: str, messages: list, generate: bool = False, **options) -> str | None:
     """Render a template with transformers; return None if the template refuses the messages."""
     try:
         (text,), _ = render_jinja_template(
@@ -53,6 +53,21 @@ def test_rendered_as_in_transformers(name, chat):
                 found.render(CHATS[chat], add_generation_prompt=generate)
         else:
             assert found.render(CHATS[chat], add_generation_prompt=generate) == expected
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama2", "llama3", "gemma", "thinking"])
+@pytest.mark.parametrize("content", ["Yes, ", "<think>\nhm\n</think>\n\nYes", "", " é\n"])
+def test_a_message_is_continued_as_in_transformers(name, content):
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    expected = in_transformers(TEMPLATES[name], messages, continue_final_message=True)
+    found = ChatTemplate(TEMPLATES[name], SPECIAL)
+    text = found.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued():
+    with pytest.raises(ChatError, match="does not write the last message whole"):
+        ChatTemplate("{{ messages[0].content }}").render([*HELLO, *HELLO], continue_final_message=True)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +146,11 @@ def test_templates_that_cannot_be_used_are_one_error(source, said):
         ([], "at least one"),
         (["Hello"], r"messages\[0\]='Hello' must have a role"),
         ([*HELLO, {"role": "user"}], r"messages\[1\]=.* must have a role"),
-        ([{"role": "user", "content": "x", "name": "y"}], "nothing else"),
-        ([{"role": "tool", "content": "x"}], r"role='tool' must be one of \('system', 'user', 'assistant'\)"),
+        ([{"role": "user", "content": "x", "mood": "y"}], "may have name, reasoning_content, tool_call_id"),
+        (
+            [{"role": "critic", "content": "x"}],
+            r"role='critic' must be one of \('system', 'user', .*'tool'\)",
+        ),
         ([{"role": ["user"], "content": "x"}], "role="),
         ([{"role": "user", "content": None}], "content=None must be a string"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "must be a string"),

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from chat_templates import THINKING
 from fake_engine import ANSWER, CACHED, FAILS, FakeEngine, chat_model
 from starlette.testclient import TestClient
 from tiny_tokenizers import chat_tokenizer
 
 from zdc_jax.conversation.prompt import chat_prompt
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
@@ -151,6 +153,18 @@ def test_echo(client, prompt):
     assert body["choices"][0]["text"] == "on the" + "in"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_without_an_answer(client, stream):
+    asked = {"prompt": [[5, 6, 9]], "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
+    response = client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}})
+    bodies = events(response) if stream else [response.json()]
+    (choice,) = bodies[0]["choices"]
+    assert choice["text"] == chat_tokenizer().decode([5, 6, 9])
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert choice["finish_reason"] == "length"
+    assert bodies[-1]["usage"]["completion_tokens"] == 0
+
+
 @pytest.mark.parametrize("stop", [" it", ["never", " it"]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(client, stop, stream):
@@ -231,7 +245,7 @@ REFUSED = [
     {"n": 0},
     {"max_tokens": 0},
     {"max_tokens": "5"},
-    {"logprobs": 6},
+    {"logprobs": 21},
     {"stop": [""]},
     {"stop": ["a"] * 17},
     {"stop_token_ids": [-1]},
@@ -243,11 +257,12 @@ REFUSED = [
 ]
 OF_COMPLETIONS = [{"prompt": []}, {"prompt": [5.5]}, {"prompt": {}}]
 OF_CHATS = [
-    {"top_logprobs": 6, "logprobs": True},
+    {"top_logprobs": 21, "logprobs": True},
     {"top_logprobs": 2},
     {"messages": None},
-    {"messages": [{"role": "tool", "content": "a"}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [{"role": "critic", "content": "a"}]},
+    {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+    {"reasoning_effort": "low"},
 ]
 
 
@@ -307,6 +322,27 @@ def test_fields_that_are_not_implemented(body):
             {"temprature": 1},
             "temprature",
             "temprature=1 is not a field of this API; leave it out, or send temperature",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "messages[0].content[0].type",
+            'messages[0].content[0].type="image_url" is not supported: this model reads text only; '
+            'send parts of type "text"',
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "messages[0].content=null must be a valid string or a valid array",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "7"}]},
+            "messages[0].tool_call_id",
+            'messages[0].tool_call_id="7" is for messages of role "tool" only',
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            "messages[0].tool_calls[0].function.name",
+            "messages[0].tool_calls[0].function.name is required",
         ),
         ({"stop": 5}, "stop", "stop=5 must be a valid string or a valid array"),
         ({"stop": ["a", ""]}, "stop[1]", 'stop[1]="" must have at least 1 character'),
@@ -398,9 +434,49 @@ def test_bodies_that_are_not_json(client, body):
     assert error(client.post(COMPLETIONS, content=b"[1]"), 400)["message"] == "the body must be a JSON object"
 
 
-def test_options_of_templates(client):
-    asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
-    assert "enable_thinking" in error(client.post(CHATS, json=asked), 400)["message"]
+def test_variables_of_templates():
+    engine = FakeEngine(chat_model(chat_template=ChatTemplate(THINKING)))
+    client = TestClient(make_app(engine, name="tiny"))
+    for options in ({"enable_thinking": False}, {"enable_thinking": False, "thinking": True}):
+        asked = {"messages": HELLO, "chat_template_kwargs": options}
+        assert client.post(CHATS, json=asked).status_code == 200
+        assert list(engine.submitted[-1].prompt) == chat_prompt(
+            engine.model, HELLO, {"enable_thinking": False}
+        )
+    for name in ("enable_thnking", "tools"):
+        asked = {"messages": HELLO, "chat_template_kwargs": {name: 1}}
+        described = error(client.post(CHATS, json=asked), 400)
+        assert described["param"] == f"chat_template_kwargs.{name}"
+        assert "does not read it; leave it out, or send one of enable_thinking" in described["message"]
+
+
+def test_a_reply_is_continued(client, engine):
+    messages = [*HELLO, {"role": "assistant", "content": "it is"}]
+    for field in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        assert client.post(CHATS, json={"messages": messages} | field).status_code == 200
+    continued, ended = [chat_tokenizer().decode(asked.prompt, False) for asked in engine.submitted]
+    assert continued.endswith("<|im_start|>assistant\nit is")
+    assert ended == continued + "<|im_end|>\n"
+
+
+def test_the_history_of_tools_reaches_the_template():
+    def call(arguments: object) -> dict[str, Any]:
+        return {"id": "7", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    assistant = {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "so"}
+    sent = [
+        assistant | {"tool_calls": [call('{"a": [1]}'), call("{broken"), call({"b": 2}) | {"index": 2}]},
+        {"role": "tool", "tool_call_id": "7", "content": [{"type": "text", "text": "3"}]},
+        {"role": "assistant", "content": None, "tool_calls": None},
+    ]
+    body = read_body(ChatRequest, json.dumps({"messages": [*HELLO, *sent]}).encode())
+    calls = [call({"a": [1]}), call("{broken"), call({"b": 2})]
+    assert [message.to_template() for message in body.messages] == [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "so"},
+        {"role": "tool", "tool_call_id": "7", "name": "", "content": "3"},
+        {"role": "assistant", "content": ""},
+    ]
 
 
 def test_a_model_without_a_template():

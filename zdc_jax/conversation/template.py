@@ -22,12 +22,14 @@ from jinja2.utils import Namespace
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import ChatError, CheckpointError, foreign_errors_as
 
-Message = Mapping[str, str]
-"""Message with a `role`, one of `ROLES`, and a `content`."""
+Message = Mapping[str, Any]
+"""Message with a `role`, one of `ROLES`, a `content`, and optional fields, those of `OPTIONAL_FIELDS`."""
 
 RESERVED = {"messages", "add_generation_prompt"}
 """Variables that cannot be set as options."""
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+OPTIONAL_FIELDS = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
+"""Fields of messages that templates may read, in the format of transformers."""
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -36,6 +38,8 @@ LONGEST_SOURCE = 2**20
 """Most characters of a template; known templates have about ten thousand."""
 LONGEST_TEXT = 2**26
 """Most characters that a template may write."""
+END_OF_CONTENT = "END_OF_CONTENT_TO_CONTINUE "
+"""Mark after the content of a message to continue. Its last space tells whether the template trims."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,19 @@ class ChatTemplate:
         older = _read_special_tokens(_read_json_object(checkpoint, SPECIAL_TOKENS_FILE), SPECIAL_TOKENS_FILE)
         return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG))
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template uses; raise `ChatError` if it is invalid."""
+        with _convert_template_errors():
+            return _compile(self.source)[1] - RESERVED
+
     def render(
         self,
         messages: Iterable[Message],
         options: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the text of a chat.
 
@@ -89,12 +100,15 @@ class ChatTemplate:
           messages: messages, oldest first, each with a `role` and a `content`.
           options: further variables of the template, plain JSON values, such as `{"enable_thinking": False}`.
           add_generation_prompt: end the text with the start of an assistant's reply.
+          continue_final_message: end the text with the content of the last message, for a model to continue.
 
         Raises:
           ChatError: messages are malformed, the template does not use an option, or the template fails. It
             may be invalid, refuse the messages, or violate the sandbox or its limits.
         """
         checked = checked_messages(messages)
+        if continue_final_message:
+            checked[-1]["content"] += END_OF_CONTENT
         with _convert_template_errors():
             template, variables_used = _compile(self.source)
             options, known = options or {}, variables_used - RESERVED
@@ -107,22 +121,38 @@ class ChatTemplate:
             parts = template.generate(
                 messages=checked, add_generation_prompt=add_generation_prompt, **variables
             )
-            return _join(parts)
+            text = _join(parts)
+        return _cut_after_content(text) if continue_final_message else text
 
 
-def checked_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+def _cut_after_content(text: str) -> str:
+    """Cut a text after the content of its last message, as transformers does."""
+    end = text.rfind(END_OF_CONTENT.rstrip())
+    if end < 0:
+        raise ChatError(
+            "the chat template does not write the last message whole, so it cannot be continued; "
+            "end the messages with one of the user"
+        )
+    trimmed = not text.startswith(END_OF_CONTENT, end)
+    return text[:end].rstrip() if trimmed else text[:end]
+
+
+def checked_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return copies of messages; raise `ChatError` unless each has a valid role and a text."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise ChatError(f"{messages=!r:.80} must be a list of messages")
     checked = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ChatError(f"messages[{index}]={message!r:.80} must have a role, a content and nothing else")
+        if not isinstance(message, Mapping) or set(message) - OPTIONAL_FIELDS != {"role", "content"}:
+            raise ChatError(
+                f"messages[{index}]={message!r:.80} must have a role and a content, and may have "
+                f"{', '.join(sorted(OPTIONAL_FIELDS))}"
+            )
         if message["role"] not in ROLES:
             raise ChatError(f"messages[{index}]: role={message['role']!r:.80} must be one of {ROLES}")
         if not isinstance(message["content"], str):
             raise ChatError(f"messages[{index}]: content={message['content']!r:.80} must be a string")
-        checked.append({"role": str(message["role"]), "content": str(message["content"])})
+        checked.append({**message, "role": str(message["role"]), "content": str(message["content"])})
     if not checked:
         raise ChatError("messages=[] must contain at least one message")
     return checked

@@ -114,8 +114,8 @@ class SampledTokens(NamedTuple):
       counts: number of valid tokens of each sequence, [B] int32.
       lengths: cache length of each sequence that got tokens, after the step, [B] int32.
       logprob: log-probability of each token, [B, steps]; None if the program does not compute it.
-      top_ids: ids of the most likely tokens, [B, steps, 5] int32, or None.
-      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 5], or None.
+      top_ids: ids of the most likely tokens, [B, steps, 20] int32, or None.
+      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 20], or None.
     """
 
     tokens: Array

@@ -48,10 +48,18 @@ class Body(BaseModel):
                 kept[name] = value
             elif value not in cls.refused[name]:
                 todo = " or ".join(["leave it out", *(f"send {show(each)}" for each in cls.refused[name])])
-                raise PydanticCustomError(
-                    "refused", "is not supported; {todo}", {"field": name, "todo": todo}
-                )
+                raise make_refusal(name, f"is not supported; {todo}")
         return kept
+
+
+def make_refusal(field: str, cause: str) -> PydanticCustomError:
+    """Return an error for validators of a `Body`, about one of its fields.
+
+    Args:
+      field: name of the field.
+      cause: phrase that continues a sentence about the field, such as "must be positive".
+    """
+    return PydanticCustomError("refused", "{cause}", {"field": field, "cause": cause})
 
 
 def read_body[AnyBody: Body](kind: type[AnyBody], data: bytes) -> AnyBody:
@@ -92,9 +100,10 @@ class Finding:
         """Find the field in the body; pydantic's location also has names of branches of unions."""
         path: list[str | int] = []
         union, value, kind = None, body, details["type"]
+        absent = kind in ("missing", "refused")
         steps = details["loc"] if kind != "refused" else (*details["loc"], details["ctx"]["field"])
         for count, step in enumerate(steps, 1):
-            if isinstance(value, dict) and (step in value or (kind == "missing" and count == len(steps))):
+            if isinstance(value, dict) and (step in value or (absent and count == len(steps))):
                 value = value.get(step)
             elif isinstance(value, list) and isinstance(step, int) and step < len(value):
                 value = value[step]
@@ -106,7 +115,7 @@ class Finding:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """How far a branch of a union matched: levels, then the index in the last list."""
+        """Depth to which a branch of a union matched: levels, then the index in the last list."""
         last = self.path[-1] if self.path else 0
         return len(self.path), last if isinstance(last, int) else 0
 

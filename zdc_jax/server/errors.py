@@ -62,10 +62,10 @@ def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) 
 
 @contextmanager
 def report_errors_of(param: str) -> Iterator[None]:
-    """Convert a `PromptError` inside the context to a `RequestError` of this request field."""
+    """Convert `PromptError` and `ChatError` inside the context to a `RequestError` of this request field."""
     try:
         yield
-    except PromptError as error:
+    except (PromptError, ChatError) as error:
         raise RequestError(str(error), param=param) from error
 
 

@@ -18,7 +18,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "reasoning": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -85,11 +84,10 @@ REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = REFUSED | {
     "chat_template_kwargs": ({},),
     "continue_final_message": OFF,
     "max_completion_tokens": (),
+    "reasoning_effort": (),
     "top_logprobs": (0,),
 }
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {
-    "add_generation_prompt": (True,),
-    "continue_final_message": OFF,
     "echo": OFF,
 }
 
@@ -132,5 +130,5 @@ IGNORED = frozenset(
 """Fields without effect on the answer."""
 IGNORED_IN_STREAMS = frozenset({"include_obfuscation"})
 """Stream options without effect on the answer."""
-IGNORED_IN_MESSAGES = frozenset({"annotations", "cache_control", "name", "refusal"})
+IGNORED_IN_MESSAGES = frozenset({"annotations", "cache_control", "provider_specific_fields", "refusal"})
 """Fields of messages and of their parts that chat templates do not read."""

@@ -8,26 +8,27 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Field, model_validator
 
-from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
+from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body
+from zdc_jax.server.body import Body, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 from zdc_jax.server.fields import (
     IGNORED,
-    IGNORED_IN_MESSAGES,
     IGNORED_IN_STREAMS,
     REFUSED_IN_CHATS,
     REFUSED_IN_COMPLETIONS,
 )
+from zdc_jax.server.messages import ChatMessage
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -36,6 +37,10 @@ MAX_REQUESTS = 128
 """Most prompts of one body, times `n`."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion."""
+SWITCHES = {"enable_thinking", "thinking"}
+"""Variables that clients set for all models; templates of models that do not think ignore them."""
+OWN_VARIABLES = {"tools", "documents"}
+"""Variables of templates that have fields of their own."""
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
@@ -204,6 +209,7 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
       prompt: one prompt or several, each a text or token ids.
+      max_tokens: most tokens of an answer; 0 with `echo` for the prompt alone.
       echo: start each answer with its prompt.
       logprobs: number of alternatives of each token; None for no log-probabilities.
     """
@@ -211,6 +217,7 @@ class CompletionRequest(GenerationRequest):
     refused: ClassVar = REFUSED_IN_COMPLETIONS
 
     prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -221,8 +228,15 @@ class CompletionRequest(GenerationRequest):
         single = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
 
+    @property
+    def echoes_only(self) -> bool:
+        """Whether the answer is the prompt alone. The engine generates a token, which is dropped."""
+        return self.max_tokens == 0
+
     @model_validator(mode="after")
-    def _check_count(self) -> Self:
+    def _check_fields_together(self) -> Self:
+        if self.echoes_only and not self.echo:
+            raise RequestError("max_tokens=0 needs echo=true; otherwise send at least 1", param="max_tokens")
         if len(self.prompts) * self.n > MAX_REQUESTS:
             message = (
                 f"{len(self.prompts)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
@@ -231,7 +245,8 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        self._check_minimum(limit := self.max_tokens or COMPLETION_TOKENS)
+        limit = COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        self._check_minimum(limit)
         with report_errors_of("prompt"):
             prompts = [token_ids(model, prompt).tolist() for prompt in self.prompts]
         limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
@@ -239,35 +254,6 @@ class CompletionRequest(GenerationRequest):
         self._check_stops(requests[0], model)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
-
-
-class TextPart(Body):
-    """Part of a message's text."""
-
-    ignored: ClassVar = IGNORED_IN_MESSAGES
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """Message of a chat.
-
-    Attributes:
-      role: author of the message; `developer` means `system`.
-      content: text, or a list of text parts.
-    """
-
-    ignored: ClassVar = IGNORED_IN_MESSAGES
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def to_template(self) -> dict[str, str]:
-        """Convert to the format of chat templates, with one line for each text part."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatRequest(GenerationRequest):
@@ -281,6 +267,9 @@ class ChatRequest(GenerationRequest):
       logprobs: report log-probabilities of the reply's tokens.
       top_logprobs: number of alternatives of each token.
       chat_template_kwargs: further variables of the chat template.
+      reasoning_effort: variable of some chat templates.
+      add_generation_prompt: end the prompt with the start of a reply; default unless a message is continued.
+      continue_final_message: continue the text of the last message.
     """
 
     refused: ClassVar = REFUSED_IN_CHATS
@@ -290,12 +279,18 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _check_top_logprobs(self) -> Self:
+    def _check_fields_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs={self.top_logprobs} needs logprobs=true"
             raise RequestError(message, param="top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "continue_final_message=true needs add_generation_prompt=false"
+            raise RequestError(message, param="continue_final_message")
         return self
 
     @property
@@ -304,14 +299,45 @@ class ChatRequest(GenerationRequest):
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         self._check_minimum(limit := self.max_completion_tokens or self.max_tokens or max_model_len)
-        messages = [message.to_template() for message in self.messages]
-        with report_errors_of("messages"):
-            prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
+        prompt = self._encode_messages(model)
         limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
         self._check_stops(requests[0], model)
         return requests
+
+    def _encode_messages(self, model: TextModel) -> list[int]:
+        """Return the token ids of the messages, as the chat template writes them."""
+        template, _ = get_template_and_tokenizer(model)
+        generate = self.add_generation_prompt
+        with report_errors_of("messages"):
+            prompt = chat_prompt(
+                model,
+                [message.to_template() for message in self.messages],
+                self._select_options(template),
+                add_generation_prompt=not self.continue_final_message if generate is None else generate,
+                continue_final_message=self.continue_final_message,
+            )
+            return token_ids(model, prompt).tolist()
+
+    def _select_options(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return the variables of the template; raise `RequestError` for one that it does not use."""
+        known = template.variables - OWN_VARIABLES
+        options = {f"chat_template_kwargs.{name}": value for name, value in self.chat_template_kwargs.items()}
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        used = {}
+        for field, value in options.items():
+            name = field.removeprefix("chat_template_kwargs.")
+            if name in known:
+                used[name] = value
+            elif name not in SWITCHES:
+                message = (
+                    f"{field}={show(value)}: the chat template of this model does not read it; leave it out, "
+                    f"or send one of {', '.join(sorted(known))}"
+                )
+                raise RequestError(message, param=field)
+        return used
 
 
 class TokenizeRequest(ModelRequest):

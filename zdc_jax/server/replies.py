@@ -4,7 +4,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
@@ -93,7 +93,7 @@ class Reply(ABC):
 
     def add(self, index: int, event: Event) -> None:
         """Add an event of one of the engine requests."""
-        self._answers[index].add(event)
+        self._answers[index].add(self._adapt(event))
 
     def whole(self) -> dict[str, Any]:
         """Return the body of the complete response."""
@@ -105,7 +105,7 @@ class Reply(ABC):
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """Add an event, and return its streamed chunk, or None if it has nothing to show."""
-        answer = self._answers[index]
+        answer, event = self._answers[index], self._adapt(event)
         answer.add(event)
         text, offset = answer.text[answer.shown :], answer.shown
         logprobs = [*event.prompt_logprobs, *event.logprobs]
@@ -131,6 +131,10 @@ class Reply(ABC):
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+
+    def _adapt(self, event: Event) -> Event:
+        """Return the event as the client should see it."""
+        return event
 
     def _format_header(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
@@ -159,6 +163,12 @@ class CompletionReply(Reply):
         for index, answer in enumerate(self._answers):
             prompt = body.prompts[index // body.n]
             answer.text = prompt if isinstance(prompt, str) else self._decode(prompt)
+
+    def _adapt(self, event: Event) -> Event:
+        """Drop the generated token of a request for the prompt alone."""
+        if not (isinstance(self._body, CompletionRequest) and self._body.echoes_only):
+            return event
+        return replace(event, tokens=(), text="", logprobs=(), finish_reason=event.finish_reason and "length")
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
