@@ -45,12 +45,19 @@ class FakeTicket:
 class FakeEngine:
     """A fake `Serving` with a thread per request; `submitted` and `tickets` list accepted requests."""
 
-    def __init__(self, model: SimpleNamespace | None = None, room: int = 100):
+    def __init__(
+        self,
+        model: SimpleNamespace | None = None,
+        room: int = 100,
+        answer: str = ANSWER,
+        max_model_len: int = 200,
+    ):
         """Start without requests.
 
         room: most requests at a time.
         """
-        self.model, self.max_model_len = model or chat_model(), 200
+        self.model, self.max_model_len = model or chat_model(), max_model_len
+        self._spelled = answer
         self.submitted: list[EngineRequest] = []
         self.tickets: list[FakeTicket] = []
         self._room, self._running, self._closed = room, 0, False
@@ -100,7 +107,7 @@ class FakeEngine:
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
         stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
         row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop))
-        answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        answer = [5, 6] if tokenizer is None else tokenizer.encode(self._spelled).ids
         row.append(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
         of_prompt = prompt_logprobs(request)

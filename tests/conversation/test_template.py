@@ -86,6 +86,23 @@ def test_options_are_variables_of_the_template(source, options):
     assert ChatTemplate(source, SPECIAL).render(HELLO, options) == expected
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": "é <"}}}
+TOOL_CHAT = [
+    *HELLO,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3 with tools", "mistral", "granite"])
+@pytest.mark.parametrize("messages", [HELLO, TOOL_CHAT], ids=["hello", "history"])
+def test_tools_are_rendered_as_in_transformers(name, messages):
+    expected = in_transformers(TEMPLATES[name], messages, True, tools=[ADD])
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, {"tools": [ADD]}) == expected
+    assert "add" in expected
+
+
 def test_an_option_that_is_not_read_is_refused():
     with pytest.raises(ChatError, match=r"options: enable_thnking; .* uses .*enable_thinking"):
         ChatTemplate(THINKING).render(HELLO, {"enable_thnking": False})
@@ -199,6 +216,7 @@ def test_of_several_templates_the_default_is_taken(source, tmp_path):
         model = converted(source, tmp_path / str(index), tokenizer_config__json=config)
         found = load(model).chat_template
         assert (found and found.source) == expected
+        assert (found and found.for_tools().source) == (found and GEMMA)
 
 
 def test_a_template_may_come_later(source, tmp_path):

@@ -474,7 +474,7 @@ def test_the_history_of_tools_reaches_the_template():
     assert [message.to_template() for message in body.messages] == [
         *HELLO,
         {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "so"},
-        {"role": "tool", "tool_call_id": "7", "name": "", "content": "3"},
+        {"role": "tool", "tool_call_id": "7", "content": "3"},
         {"role": "assistant", "content": ""},
     ]
 

@@ -1,6 +1,6 @@
 """Conversion of chat messages to prompts: token ids, and the tokens that end a reply."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,6 +22,7 @@ def chat_prompt(
     messages: Iterable[Message],
     options: Mapping[str, Any] | None = None,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> list[int]:
@@ -33,6 +34,7 @@ def chat_prompt(
       model: model with a tokenizer and a chat template.
       messages: messages, oldest first, each with a `role` (system, user, assistant or tool) and a `content`.
       options: further variables of the template, see `ChatTemplate.render`.
+      tools: tools that the model may call, in the format of transformers.
       add_generation_prompt: end with the start of an assistant's reply.
       continue_final_message: end with the content of the last message, for the model to continue.
 
@@ -41,6 +43,8 @@ def chat_prompt(
       PromptError: the tokenizer cannot encode the text.
     """
     template, tokenizer = get_template_and_tokenizer(model)
+    if tools:
+        template, options = template.for_tools(), {**(options or {}), "tools": list(tools)}
     text = template.render(
         messages,
         options,

@@ -54,31 +54,37 @@ class ChatTemplate:
     Attributes:
       source: Jinja source.
       special_tokens: text of `bos_token`, `eos_token` and the other special tokens.
+      tool_source: Jinja source for chats with tools; None for `source`.
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self | None:
         """Return the template of a converted folder, or None if there is none.
 
         The template is `chat_template.jinja`, otherwise `chat_template` of tokenizer_config.json. If that is
-        a list, the template named "default" is used. Special tokens come from tokenizer_config.json,
-        otherwise from special_tokens_map.json. The template is parsed at its first use, so that an invalid
-        one does not prevent `generate`.
+        a list, the template named "default" is used, and the one named "tool_use" for chats with tools.
+        Special tokens come from tokenizer_config.json, otherwise from special_tokens_map.json. The template
+        is parsed at its first use, so that an invalid one does not prevent `generate`.
 
         Raises:
           CheckpointError: a file is damaged or has values of the wrong type.
         """
         config = _read_json_object(checkpoint, TOKENIZER_CONFIG)
-        source = checkpoint.text(TEMPLATE_FILE)
+        source, tool_source = checkpoint.text(TEMPLATE_FILE), None
         if source is None:
-            source = _select_default(config.get("chat_template"))
+            source, tool_source = _select_templates(config.get("chat_template"))
         if source is None:
             return None
         older = _read_special_tokens(_read_json_object(checkpoint, SPECIAL_TOKENS_FILE), SPECIAL_TOKENS_FILE)
-        return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG))
+        return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG), tool_source)
+
+    def for_tools(self) -> "ChatTemplate":
+        """Return the template for chats with tools."""
+        return self if self.tool_source is None else ChatTemplate(self.tool_source, self.special_tokens)
 
     @property
     def variables(self) -> frozenset[str]:
@@ -283,15 +289,18 @@ def _read_json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return value
 
 
-def _select_default(templates: Any) -> str | None:
-    """Return the only template, or the one named "default" of a list."""
+def _select_templates(templates: Any) -> tuple[str | None, str | None]:
+    """Return the only template, or those named "default" and "tool_use" of a list."""
+    tool_template = None
     if isinstance(templates, list) and all(isinstance(each, dict) for each in templates):
-        templates = {each.get("name"): each.get("template") for each in templates}.get("default")
-    if templates is None or isinstance(templates, str):
-        return templates
-    raise CheckpointError(
-        f"{TOKENIZER_CONFIG}: chat_template={templates!r:.80} must be a string or a list of named templates"
-    )
+        named = {each.get("name"): each.get("template") for each in templates}
+        templates, tool_template = named.get("default"), named.get("tool_use")
+    for each in (templates, tool_template):
+        if not (each is None or isinstance(each, str)):
+            raise CheckpointError(
+                f"{TOKENIZER_CONFIG}: chat_template={each!r:.80} must be a string, or a list of named strings"
+            )
+    return templates, tool_template
 
 
 def _read_special_tokens(config: Mapping[str, Any], file: str) -> dict[str, str]:

@@ -192,7 +192,7 @@ class Api:
         self._check_model(body)
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
-        reply = make_reply(body, self.name, self.engine.model.tokenizer, requests)
+        reply = make_reply(body, self.name, self.engine.model, requests)
         answers = Answers.submit(self.engine, requests, self.metrics)
         if body.stream:
             return EventStream(answers, reply, body.stream_options.include_usage)

@@ -20,8 +20,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "reasoning": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM and SGLang
@@ -85,6 +83,8 @@ REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = REFUSED | {
     "continue_final_message": OFF,
     "max_completion_tokens": (),
     "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
 }
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {
@@ -122,12 +122,12 @@ IGNORED = frozenset(
         "length_penalty",
         "mirostat_eta",
         "mirostat_tau",
-        "parallel_tool_calls",
         "spaces_between_special_tokens",
         "xtc_threshold",
     }
 )
 """Fields without effect on the answer."""
+IGNORED_IN_COMPLETIONS = IGNORED | {"parallel_tool_calls"}
 IGNORED_IN_STREAMS = frozenset({"include_obfuscation"})
 """Stream options without effect on the answer."""
 IGNORED_IN_MESSAGES = frozenset({"annotations", "cache_control", "provider_specific_fields", "refusal"})

@@ -113,7 +113,8 @@ class ChatMessage(Body):
             "content": text,
         }
         if self.role == "tool":
-            message |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
+            answered = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {field: value for field, value in answered.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.to_template()}

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.conversation.tools.parser import ToolFormat
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
@@ -24,11 +25,13 @@ from zdc_jax.server.body import Body, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 from zdc_jax.server.fields import (
     IGNORED,
+    IGNORED_IN_COMPLETIONS,
     IGNORED_IN_STREAMS,
     REFUSED_IN_CHATS,
     REFUSED_IN_COMPLETIONS,
 )
 from zdc_jax.server.messages import ChatMessage
+from zdc_jax.server.tools import Tool, require_format
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -215,6 +218,7 @@ class CompletionRequest(GenerationRequest):
     """
 
     refused: ClassVar = REFUSED_IN_COMPLETIONS
+    ignored: ClassVar = IGNORED_IN_COMPLETIONS
 
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0)
@@ -270,6 +274,9 @@ class ChatRequest(GenerationRequest):
       reasoning_effort: variable of some chat templates.
       add_generation_prompt: end the prompt with the start of a reply; default unless a message is continued.
       continue_final_message: continue the text of the last message.
+      tools: tools that the model may call.
+      tool_choice: `none` hides the tools from the model; None means `auto`.
+      parallel_tool_calls: report all calls of a reply, not only the first.
     """
 
     refused: ClassVar = REFUSED_IN_CHATS
@@ -282,6 +289,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
@@ -291,6 +301,9 @@ class ChatRequest(GenerationRequest):
         if self.add_generation_prompt and self.continue_final_message:
             message = "continue_final_message=true needs add_generation_prompt=false"
             raise RequestError(message, param="continue_final_message")
+        if self.tool_choice not in (None, "none", "auto"):
+            message = f'tool_choice={show(self.tool_choice)} is not supported; send "auto" or "none"'
+            raise RequestError(message, param="tool_choice")
         return self
 
     @property
@@ -306,15 +319,31 @@ class ChatRequest(GenerationRequest):
         self._check_stops(requests[0], model)
         return requests
 
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    def find_tool_format(self, model: TextModel) -> ToolFormat | None:
+        """Return the format of tool calls; None if no tools are offered.
+
+        Raises:
+          RequestError: the chat template teaches no supported format.
+        """
+        return require_format(get_template_and_tokenizer(model)[0]) if self.offered_tools else None
+
     def _encode_messages(self, model: TextModel) -> list[int]:
         """Return the token ids of the messages, as the chat template writes them."""
         template, _ = get_template_and_tokenizer(model)
+        template = template.for_tools() if self.offered_tools else template
+        self.find_tool_format(model)
         generate = self.add_generation_prompt
         with report_errors_of("messages"):
             prompt = chat_prompt(
                 model,
                 [message.to_template() for message in self.messages],
                 self._select_options(template),
+                tools=[tool.to_template() for tool in self.offered_tools],
                 add_generation_prompt=not self.continue_final_message if generate is None else generate,
                 continue_final_message=self.continue_final_message,
             )

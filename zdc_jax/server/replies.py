@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from tokenizers import Tokenizer
-
 from zdc_jax.engine.request import EndReason, EngineRequest, Event, TokenLogprobs
+from zdc_jax.loading import TextModel
 from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from zdc_jax.server.tools import Marks, ToolOutput, format_call_delta, format_calls
 
 MIN_LOGPROB = -9999.0
 """Smallest log-probability sent, as in vLLM: JSON has no infinity."""
@@ -71,7 +71,7 @@ class Reply(ABC):
 
     Args:
       name: name of the model in the API.
-      tokenizer: tokenizer of the model, or None.
+      model: model, whose tokenizer decodes tokens.
       body: body of the client's request.
       requests: its engine requests, `body.n` for each prompt, in order.
     """
@@ -83,11 +83,11 @@ class Reply(ABC):
     def __init__(
         self,
         name: str,
-        tokenizer: Tokenizer | None,
+        model: TextModel,
         body: GenerationRequest,
         requests: Sequence[EngineRequest],
     ):
-        self._name, self._tokenizer, self._body, self._requests = name, tokenizer, body, requests
+        self._name, self._tokenizer, self._body, self._requests = name, model.tokenizer, body, requests
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._answers = [Answer() for _ in requests]
 
@@ -112,8 +112,11 @@ class Reply(ABC):
         if not (text or logprobs or event.finish_reason):
             return None
         delta = AnswerDelta(text, logprobs, event.finish_reason, offset, not answer.begun)
-        answer.shown, answer.begun = len(answer.text), True
-        return self._format_header(self.chunk_kind) | {"choices": [self._format_chunk_choice(index, delta)]}
+        answer.shown = len(answer.text)
+        if (choice := self._format_chunk_choice(index, delta)) is None:
+            return None
+        answer.begun = True
+        return self._format_header(self.chunk_kind) | {"choices": [choice]}
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the last streamed chunk, with token counts."""
@@ -144,8 +147,8 @@ class Reply(ABC):
         """Format a complete answer."""
 
     @abstractmethod
-    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        """Format a part of an answer."""
+    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
+        """Format a part of an answer; None if it has nothing to show."""
 
     def _get_token_text(self, token: int) -> str:
         if self._tokenizer is None:
@@ -212,20 +215,48 @@ class ChatReply(Reply):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, name: str, model: TextModel, body: ChatRequest, requests: Sequence[EngineRequest]):
+        super().__init__(name, model, body, requests)
+        self._outputs, self._marks = None, None
+        if (format := body.find_tool_format(model)) is not None and model.tokenizer is not None:
+            names, parallel = {tool.function.name for tool in body.offered_tools}, body.parallel_tool_calls
+            self._outputs = [ToolOutput(format, names, parallel=parallel) for _ in requests]
+            self._marks = Marks(format, model.tokenizer)
+
+    def _adapt(self, event: Event) -> Event:
+        return event if self._marks is None else replace(event, text=self._marks.insert(event))
+
     def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
+        if self._outputs is not None:
+            output = self._outputs[index].read(delta.text, final=True)
+            message["content"] = output.content
+            if output.calls:
+                message |= {"content": output.content or None, "tool_calls": format_calls(output.calls)}
         return self._wrap_message(index, delta, "message", message)
 
-    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        message = {"role": "assistant"} if delta.first else {}
-        return self._wrap_message(index, delta, "delta", message | {"content": delta.text})
+    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
+        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if self._outputs is None:
+            return self._wrap_message(index, delta, "delta", message | {"content": delta.text})
+        output = self._outputs[index].read(delta.text, final=delta.finish_reason is not None)
+        if not (output.content or output.calls or delta.logprobs or delta.finish_reason):
+            return None
+        if output.content or delta.first:
+            message["content"] = output.content or None
+        if output.calls:
+            message["tool_calls"] = [format_call_delta(call) for call in output.calls]
+        return self._wrap_message(index, delta, "delta", message)
 
     def _wrap_message(
-        self, index: int, delta: AnswerDelta, key: str, message: dict[str, str]
+        self, index: int, delta: AnswerDelta, key: str, message: dict[str, Any]
     ) -> dict[str, Any]:
+        reason: str | None = delta.finish_reason
+        if reason == "stop" and self._outputs is not None and self._outputs[index].called:
+            reason = "tool_calls"
         content = [self._format_logprobs(each) for each in delta.logprobs]
         logprobs = {"content": content} if content else None
-        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": reason}
 
     def _format_logprobs(self, token: TokenLogprobs) -> dict[str, Any]:
         assert token.logprob is not None  # Chats report no log-probabilities of the prompt.
@@ -242,12 +273,12 @@ def _make_finite(logprob: float) -> float:
 
 
 def make_reply(
-    body: GenerationRequest, name: str, tokenizer: Tokenizer | None, requests: Sequence[EngineRequest]
+    body: GenerationRequest, name: str, model: TextModel, requests: Sequence[EngineRequest]
 ) -> Reply:
     """Return the builder of the response to a body; arguments are those of `Reply`."""
     if isinstance(body, ChatRequest):
-        return ChatReply(name, tokenizer, body, requests)
-    reply = CompletionReply(name, tokenizer, body, requests)
+        return ChatReply(name, model, body, requests)
+    reply = CompletionReply(name, model, body, requests)
     if isinstance(body, CompletionRequest) and body.echo:
         reply.echo(body)
     return reply
