@@ -74,7 +74,7 @@ REPLIES = [
 
 
 def parse(format: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content and the calls of a reply in pieces."""
+    """Return the content and the calls of a divided reply."""
     parser = ToolParser(format, {"add"})
     content, calls = "", []
     for delta in (*map(parser.feed, pieces), parser.finish()):

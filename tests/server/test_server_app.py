@@ -1,10 +1,11 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
-from chat_templates import THINKING
+from chat_templates import CHATML, THINKING
 from fake_engine import ANSWER, CACHED, FAILS, FakeEngine, chat_model
 from starlette.testclient import TestClient
 from tiny_tokenizers import chat_tokenizer
@@ -581,9 +582,29 @@ def test_a_bug_tells_clients_nothing(engine):
     assert error(client.post(COMPLETIONS, json={"prompt": "on"}), 500)["message"] == "internal error"
 
 
-def test_models(client):
-    (model,) = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 200)
+def test_models_and_their_names(engine):
+    client = TestClient(make_app(engine, name="tiny", aliases=["org/tiny", "gpt-4"]))
+    names = ["tiny", "org/tiny", "gpt-4"]
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == names
+    for name, listed in zip(names, models, strict=True):
+        model = client.get(f"/v1/models/{name}").json()
+        assert (model["id"], model["object"], model["root"]) == (name, "model", "tiny")
+        assert model["max_model_len"] == listed["max_model_len"] == 200
+        answer = client.post(COMPLETIONS, json={"prompt": "on", "model": name}).json()
+        assert answer["model"] == name
+    described = error(client.get("/v1/models/other"), 404)
+    assert described["code"] == "model_not_found"
+    assert described["message"].endswith('the only model is "tiny" or "org/tiny" or "gpt-4"')
+
+
+def test_facts_about_the_server(client, engine):
+    assert client.get("/version").json() == {"version": version("zdc-jax")}
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+    facts = {"eos_token": "<|im_end|>", "chat_template": CHATML, "model_max_length": 200}
+    assert client.get("/tokenizer_info").json() == facts
+    described = error(client.post("/v1/embeddings", json={"input": "on"}), 400)
+    assert "/v1/embeddings: this server generates text only" in described["message"]
 
 
 def test_tokens_and_text(client):

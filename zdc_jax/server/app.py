@@ -1,10 +1,12 @@
-"""Routes of the server: OpenAI's completions, chats and models, vLLM's tokenize, health and metrics."""
+"""Routes of the server: OpenAI's completions, chats and models, and those of vLLM."""
 
 import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_json
@@ -47,7 +49,12 @@ MAX_BODY_BYTES = 2**24
 
 
 def make_app(
-    engine: Serving, *, name: str, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    engine: Serving,
+    *,
+    name: str,
+    aliases: Sequence[str] = (),
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -55,8 +62,9 @@ def make_app(
 
     Args:
       engine: engine that answers requests; the caller closes it.
-      name: name of the model in the API.
-      api_key: key that clients must send, except to `/health` and `/metrics`; None for no key.
+      name: name of the model in the API and in metrics.
+      aliases: further names of the model in the API.
+      api_key: key that clients must send, except to `/health`, `/ping` and `/metrics`; None for no key.
       max_body_bytes: largest request; larger ones are refused.
 
     Raises:
@@ -67,7 +75,7 @@ def make_app(
     guard = []
     if api_key is not None:
         guard = [Middleware(AuthenticationMiddleware, ApiKey(api_key), _on_unauthorized)]
-    routes = Api(engine, name, Metrics(engine, name), max_body_bytes).routes(guard)
+    routes = Api(engine, (name, *aliases), Metrics(engine, name), max_body_bytes).routes(guard)
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.closing = False
     return app
@@ -102,25 +110,30 @@ class Api:
 
     Attributes:
       engine: engine that answers requests.
-      name: name of the model in the API.
+      names: names of the model in the API.
       metrics: metrics of the server.
       max_body_bytes: largest request.
     """
 
     engine: Serving
-    name: str
+    names: tuple[str, ...]
     metrics: Metrics
     max_body_bytes: int
 
     def routes(self, guard: Sequence[Middleware]) -> list[Route]:
-        """Return the routes; clients pass `guard` first, except to `/health` and `/metrics`."""
+        """Return the routes; clients pass `guard` first, except where programs watch the server."""
         return [
             Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
+            Route("/v1/embeddings", self.refuse_embeddings, methods=["POST"], middleware=guard),
             Route("/v1/models", self.models, middleware=guard),
+            Route("/v1/models/{model:path}", self.model, middleware=guard),
+            Route("/version", self.version, middleware=guard),
+            Route("/tokenizer_info", self.tokenizer_info, middleware=guard),
             Route("/tokenize", self.tokenize, methods=["POST"], middleware=guard),
             Route("/detokenize", self.detokenize, methods=["POST"], middleware=guard),
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/metrics", self.show_metrics),
         ]
 
@@ -132,11 +145,34 @@ class Api:
         """Answer the messages of a chat."""
         return await self._answer(http, await self._read(ChatRequest, http))
 
+    async def refuse_embeddings(self, http: Request) -> Response:
+        """Refuse by name what clients expect of servers with OpenAI's API."""
+        raise RequestError("/v1/embeddings: this server generates text only; use a server for embeddings")
+
     async def models(self, http: Request) -> Response:
-        """List the served model."""
-        model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "zdc-jax"}
-        model |= {"max_model_len": self.engine.max_model_len}
-        return JSONResponse({"object": "list", "data": [model]})
+        """List the served model under each of its names."""
+        return JSONResponse({"object": "list", "data": [self._describe_model(name) for name in self.names]})
+
+    async def model(self, http: Request) -> Response:
+        """Describe the served model."""
+        name = http.path_params["model"]
+        self._check_model(name)
+        return JSONResponse(self._describe_model(name))
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "zdc-jax"}
+        return model | {"root": self.names[0], "max_model_len": self.engine.max_model_len}
+
+    async def version(self, http: Request) -> Response:
+        """Return the version of this package."""
+        return JSONResponse({"version": version("zdc-jax")})
+
+    async def tokenizer_info(self, http: Request) -> Response:
+        """Return the special tokens and the chat template, under the names of tokenizer_config.json."""
+        template = self.engine.model.chat_template
+        tokens = {} if template is None else dict(template.special_tokens)
+        source = None if template is None else template.source
+        return JSONResponse(tokens | {"chat_template": source, "model_max_length": self.engine.max_model_len})
 
     async def health(self, http: Request) -> Response:
         """Answer 200 while the server accepts requests, otherwise 503."""
@@ -177,22 +213,23 @@ class Api:
         return read_body(kind, bytes(data))
 
     def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
-        self._check_model(body)
+        self._check_model(body.model)
         if self.engine.model.tokenizer is None:
             raise RequestError("this model has no tokenizer, which /tokenize and /detokenize need")
         return self.engine.model.tokenizer
 
-    def _check_model(self, body: ModelRequest) -> None:
-        if body.model not in (None, self.name):
-            message = f"model={show(body.model)} is not served here; the only model is {self.name!r}"
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            served = " or ".join(map(show, self.names))
+            message = f"model={show(name)} is not served here; the only model is {served}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     async def _answer(self, http: Request, body: GenerationRequest) -> Response:
         """Submit a request to the engine, and answer whole or as a stream."""
-        self._check_model(body)
+        self._check_model(body.model)
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
-        reply = make_reply(body, self.name, self.engine.model, requests)
+        reply = make_reply(body, body.model or self.names[0], self.engine.model, requests)
         answers = Answers.submit(self.engine, requests, self.metrics)
         if body.stream:
             return EventStream(answers, reply, body.stream_options.include_usage)

@@ -113,7 +113,7 @@ class ToolOutput:
         self.called = False
 
     def read(self, text: str, *, final: bool) -> ToolDelta:
-        """Return the content and the calls that a piece of text completes; `final` ends the answer."""
+        """Return the content and the calls that new text completes; `final` ends the answer."""
         deltas = [self._parser.feed(text), *([self._parser.finish()] if final else [])]
         calls = [call for delta in deltas for call in delta.calls if self._parallel or call.index == 0]
         self.called = self.called or bool(calls)

@@ -50,7 +50,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """Content and calls that a piece of text completes."""
+    """Content and calls that new text completes."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
@@ -60,8 +60,8 @@ class ToolParser:
     """Incremental parser of one reply.
 
     What looks like a call but is none becomes content. White space before a call, separators between calls,
-    and anything between a call and its end mark are dropped. Any division of a reply into pieces gives the
-    same content and calls.
+    and anything between a call and its end mark are dropped. Any division of a reply gives the same content
+    and calls.
 
     Args:
       format: format of the calls.
@@ -180,7 +180,7 @@ class ToolParser:
         return True
 
     def _leave_group(self, *, skip: bool = False) -> bool:
-        """Go back to content, or to the end mark with `skip`."""
+        """Read content next, or skip to the end mark with `skip`."""
         if not self._claimed:
             self._content += self._unclaimed
         self._unclaimed = ""
