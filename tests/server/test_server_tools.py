@@ -1,66 +1,18 @@
 """Tools over HTTP: prompts, calls in whole and streamed replies, and what is refused."""
 
 import json
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from chat_templates import CHATML, HERMES, MISTRAL
-from conftest import LLAMA
-from fake_engine import FakeEngine, chat_model
-from starlette.testclient import TestClient
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from fake_engine import FakeEngine
+from tool_engine import ADD, CALLS, HERMES_REPLY, MISTRAL_REPLY, NOW, json_tokenizer, sdk, tool_engine
 
 from zdc_jax.conversation.template import ChatTemplate
-from zdc_jax.server.app import make_app
 
 QUESTION = [{"role": "user", "content": "1 + 2?"}]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
-NOW = {"type": "function", "function": {"name": "now", "strict": True}}
-CALLS = [("add", '{"a": [1, 2]}'), ("now", "{}")]
-HERMES_REPLY = "\n".join(
-    [
-        "Let me add.",
-        *(f'<tool_call>{{"name": "{name}", "arguments": {text}}}</tool_call>' for name, text in CALLS),
-    ]
-)
-MISTRAL_REPLY = "Let me add.[TOOL_CALLS]" + json.dumps(
-    [{"name": name, "arguments": json.loads(text)} for name, text in CALLS]
-)
 REPLIES = {"hermes": (HERMES, HERMES_REPLY), "mistral": (MISTRAL, MISTRAL_REPLY)}
-
-
-def json_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one byte per token and a special token of Mistral."""
-    special = ["<|im_start|>", "<|im_end|>", "</s>", "[TOOL_CALLS]"]
-    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
-    return tokenizer
-
-
-def tool_model(template: str, tool_template: str | None = None) -> SimpleNamespace:
-    special = {"bos_token": "", "eos_token": "<|im_end|>"}
-    return chat_model(
-        tokenizer=json_tokenizer(),
-        chat_template=ChatTemplate(template, special, tool_template),
-        config=replace(LLAMA, vocab_size=260),
-    )
-
-
-def tool_engine(reply: str, *templates: str) -> FakeEngine:
-    return FakeEngine(tool_model(*templates), answer=reply, max_model_len=2000)
-
-
-def sdk(engine: FakeEngine) -> openai.OpenAI:
-    """Return OpenAI's client for a server on this engine, without a network."""
-    http = TestClient(make_app(engine, name="tiny"), base_url="http://testserver/v1")
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0)
 
 
 def ask(engine: FakeEngine, **fields: Any) -> Any:

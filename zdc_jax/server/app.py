@@ -41,6 +41,8 @@ from zdc_jax.server.protocol import (
     TokenizeRequest,
 )
 from zdc_jax.server.replies import Reply, make_reply
+from zdc_jax.server.response_reply import ResponseReply, stream_response
+from zdc_jax.server.responses import ResponseRequest
 
 KEY = "ZDC_API_KEY"
 """Environment variable with the API key that clients must send; empty for no key."""
@@ -125,6 +127,7 @@ class Api:
         return [
             Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
+            Route("/v1/responses", self.responses, methods=["POST"], middleware=guard),
             Route("/v1/embeddings", self.refuse_embeddings, methods=["POST"], middleware=guard),
             Route("/v1/models", self.models, middleware=guard),
             Route("/v1/models/{model:path}", self.model, middleware=guard),
@@ -144,6 +147,19 @@ class Api:
     async def chat_completions(self, http: Request) -> Response:
         """Answer the messages of a chat."""
         return await self._answer(http, await self._read(ChatRequest, http))
+
+    async def responses(self, http: Request) -> Response:
+        """Answer items of text and tool calls."""
+        body = await self._read(ResponseRequest, http)
+        self._check_model(body.model)
+        model, length = self.engine.model, self.engine.max_model_len
+        chat = body.to_chat()
+        request = await run_in_threadpool(body.engine_request, chat, model, length)
+        reply = ResponseReply(body.model or self.names[0], model, body, chat, request)
+        answers = Answers.submit(self.engine, [request], self.metrics)
+        if body.stream:
+            return EventStream(answers, stream_response(answers, reply))
+        return await _answer_whole(http, answers, reply)
 
     async def refuse_embeddings(self, http: Request) -> Response:
         """Refuse by name what clients expect of servers with OpenAI's API."""
@@ -232,11 +248,12 @@ class Api:
         reply = make_reply(body, body.model or self.names[0], self.engine.model, requests)
         answers = Answers.submit(self.engine, requests, self.metrics)
         if body.stream:
-            return EventStream(answers, reply, body.stream_options.include_usage)
+            events = _stream_events(answers, reply, body.stream_options.include_usage)
+            return EventStream(answers, events)
         return await _answer_whole(http, answers, reply)
 
 
-async def _answer_whole(http: Request, answers: Answers, reply: Reply) -> Response:
+async def _answer_whole(http: Request, answers: Answers, reply: Reply | ResponseReply) -> Response:
     """Return the complete answer; cancel it if the client disconnects before."""
     watch = asyncio.create_task(_wait_for_disconnect(http))
     # Cancelled requests end with an event, so the loop below ends, too. Ended requests are unaffected.
@@ -262,8 +279,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, reply: Reply, include_usage: bool):
-        super().__init__(_stream_events(answers, reply, include_usage), headers={"Cache-Control": "no-cache"})
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -90,6 +90,20 @@ REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = REFUSED | {
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {
     "echo": OFF,
 }
+REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "background": OFF,
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
 
 IGNORED = frozenset(
     {
@@ -128,6 +142,7 @@ IGNORED = frozenset(
 )
 """Fields without effect on the answer."""
 IGNORED_IN_COMPLETIONS = IGNORED | {"parallel_tool_calls"}
+IGNORED_IN_RESPONSES = IGNORED | {"access_programs", "background_options", "prompt_cache_options"}
 IGNORED_IN_STREAMS = frozenset({"include_obfuscation"})
 """Stream options without effect on the answer."""
 IGNORED_IN_MESSAGES = frozenset({"annotations", "cache_control", "provider_specific_fields", "refusal"})

@@ -1,6 +1,7 @@
 """Messages of a chat in OpenAI's format, with tool calls, and their conversion for chat templates."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -21,12 +22,16 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_types(cls, part: Any) -> Any:
-        """Name the type of an image, whose other fields are unknown here, too."""
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise make_refusal(
-                "type", 'is not supported: this model reads text only; send parts of type "text"'
-            )
+        require_text(part, ("text",))
         return part
+
+
+def require_text(part: Any, types: Sequence[str]) -> None:
+    """Raise an error about the type of an image, before its other fields are refused as unknown."""
+    if isinstance(part, dict) and part.get("type", types[0]) not in types:
+        raise make_refusal(
+            "type", f'is not supported: this model reads text only; send parts of type "{types[0]}"'
+        )
 
 
 class FunctionCall(Body):

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.conversation.template import ChatTemplate
-from zdc_jax.conversation.tools.parser import ToolFormat
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
@@ -31,7 +30,7 @@ from zdc_jax.server.fields import (
     REFUSED_IN_COMPLETIONS,
 )
 from zdc_jax.server.messages import ChatMessage
-from zdc_jax.server.tools import Tool, require_format
+from zdc_jax.server.tools import Tool, ToolOutput, require_format
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -324,19 +323,24 @@ class ChatRequest(GenerationRequest):
         """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
-    def find_tool_format(self, model: TextModel) -> ToolFormat | None:
-        """Return the format of tool calls; None if no tools are offered.
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of one answer; None if no tools are offered.
 
         Raises:
-          RequestError: the chat template teaches no supported format.
+          RequestError: the chat template teaches no supported format of calls.
         """
-        return require_format(get_template_and_tokenizer(model)[0]) if self.offered_tools else None
+        if not self.offered_tools:
+            return None
+        template, tokenizer = get_template_and_tokenizer(model)
+        format, parallel = require_format(template), self.parallel_tool_calls
+        return ToolOutput(format, tokenizer, self.offered_tools, parallel=parallel)
 
     def _encode_messages(self, model: TextModel) -> list[int]:
         """Return the token ids of the messages, as the chat template writes them."""
         template, _ = get_template_and_tokenizer(model)
-        template = template.for_tools() if self.offered_tools else template
-        self.find_tool_format(model)
+        if self.offered_tools:
+            require_format(template)
+            template = template.for_tools()
         generate = self.add_generation_prompt
         with report_errors_of("messages"):
             prompt = chat_prompt(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from zdc_jax.engine.request import EndReason, EngineRequest, Event, TokenLogprobs
 from zdc_jax.loading import TextModel
 from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from zdc_jax.server.tools import Marks, ToolOutput, format_call_delta, format_calls
+from zdc_jax.server.tools import format_call_delta, format_calls
 
 MIN_LOGPROB = -9999.0
 """Smallest log-probability sent, as in vLLM: JSON has no infinity."""
@@ -217,18 +217,15 @@ class ChatReply(Reply):
 
     def __init__(self, name: str, model: TextModel, body: ChatRequest, requests: Sequence[EngineRequest]):
         super().__init__(name, model, body, requests)
-        self._outputs, self._marks = None, None
-        if (format := body.find_tool_format(model)) is not None and model.tokenizer is not None:
-            names, parallel = {tool.function.name for tool in body.offered_tools}, body.parallel_tool_calls
-            self._outputs = [ToolOutput(format, names, parallel=parallel) for _ in requests]
-            self._marks = Marks(format, model.tokenizer)
+        outputs = [body.make_tool_output(model) for _ in requests]
+        self._outputs = [output for output in outputs if output is not None]
 
     def _adapt(self, event: Event) -> Event:
-        return event if self._marks is None else replace(event, text=self._marks.insert(event))
+        return replace(event, text=self._outputs[0].marks.insert(event)) if self._outputs else event
 
     def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text}
-        if self._outputs is not None:
+        if self._outputs:
             output = self._outputs[index].read(delta.text, final=True)
             message["content"] = output.content
             if output.calls:
@@ -237,7 +234,7 @@ class ChatReply(Reply):
 
     def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
-        if self._outputs is None:
+        if not self._outputs:
             return self._wrap_message(index, delta, "delta", message | {"content": delta.text})
         output = self._outputs[index].read(delta.text, final=delta.finish_reason is not None)
         if not (output.content or output.calls or delta.logprobs or delta.finish_reason):
@@ -252,7 +249,7 @@ class ChatReply(Reply):
         self, index: int, delta: AnswerDelta, key: str, message: dict[str, Any]
     ) -> dict[str, Any]:
         reason: str | None = delta.finish_reason
-        if reason == "stop" and self._outputs is not None and self._outputs[index].called:
+        if reason == "stop" and self._outputs and self._outputs[index].called:
             reason = "tool_calls"
         content = [self._format_logprobs(each) for each in delta.logprobs]
         logprobs = {"content": content} if content else None

@@ -101,16 +101,19 @@ class ToolOutput:
 
     Args:
       format: format of the calls.
-      names: names of the tools.
+      tokenizer: tokenizer of the model.
+      tools: tools that the model may call.
       parallel: report all calls, not only the first.
 
     Attributes:
+      marks: marks to insert into the text of the answer.
       called: whether there was a call.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], *, parallel: bool):
-        self._parser, self._parallel = ToolParser(format, names), parallel
-        self.called = False
+    def __init__(self, format: ToolFormat, tokenizer: Tokenizer, tools: Collection[Tool], *, parallel: bool):
+        self.marks, self.called = Marks(format, tokenizer), False
+        self._parser = ToolParser(format, {tool.function.name for tool in tools})
+        self._parallel = parallel
 
     def read(self, text: str, *, final: bool) -> ToolDelta:
         """Return the content and the calls that new text completes; `final` ends the answer."""
@@ -127,7 +130,7 @@ def format_call_delta(call: CallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": function}
     return {
         "index": call.index,
-        "id": _make_id(),
+        "id": make_call_id(),
         "type": "function",
         "function": {"name": call.name} | function,
     }
@@ -139,10 +142,11 @@ def format_calls(calls: Collection[CallDelta]) -> list[dict[str, Any]]:
     for call in calls:
         if call.name is not None:
             function = {"name": call.name, "arguments": ""}
-            whole.append({"id": _make_id(), "type": "function", "function": function})
+            whole.append({"id": make_call_id(), "type": "function", "function": function})
         whole[call.index]["function"]["arguments"] += call.arguments
     return whole
 
 
-def _make_id() -> str:
+def make_call_id() -> str:
+    """Return a random id of `ID_LENGTH` letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(ID_LENGTH))
