@@ -46,12 +46,19 @@ class FakeTicket:
 class FakeEngine:
     """A fake `Serving` with a thread per request; `submitted` and `tickets` list accepted requests."""
 
-    def __init__(self, model: SimpleNamespace | None = None, room: int = 100):
+    def __init__(
+        self,
+        model: SimpleNamespace | None = None,
+        room: int = 100,
+        answer: str = ANSWER,
+        max_model_len: int = 200,
+    ):
         """Start without requests.
 
         room: most requests at a time.
         """
-        self.model, self.max_model_len = model or chat_model(), 200
+        self.model, self.max_model_len = model or chat_model(), max_model_len
+        self._spelled = answer
         self.submitted: list[EngineRequest] = []
         self.tickets: list[FakeTicket] = []
         self._room, self._running, self._closed = room, 0, False
@@ -90,7 +97,7 @@ class FakeEngine:
     def spell_answer(self) -> list[int]:
         """Return the tokens of each answer, which repeat."""
         tokenizer = self.model.tokenizer
-        return [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        return [5, 6] if tokenizer is None else tokenizer.encode(self._spelled).ids
 
     def _answer(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> None:
         try:

@@ -30,7 +30,7 @@ class Serve:
       host: Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts
         connections from any machine.
       port: Port to listen on; 0 picks a free one.
-      name: Model name that clients send.
+      name: Model name that clients send. Repeat the flag for further names.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
       cache_tokens: Tokens that the KV cache has room for. Not for methods that evict tokens, such as h2o, nor
@@ -54,7 +54,7 @@ class Serve:
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     host: str = "127.0.0.1"
     port: int = 8000
-    name: Annotated[str | None, show_default("name of the folder")] = None
+    name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, show_default("name of the folder")] = ()
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
     cache_tokens: Annotated[int | None, show_default("room for all requests, or what fits")] = None
@@ -74,13 +74,15 @@ class Serve:
         self._check()
         config = self._config()
         plan = self.flags.build(self.path)
-        name = self.name or self.path.resolve().name
+        names = self.name or (self.path.resolve().name,)
         if self.replicas is None:
-            self._serve_alone(config, plan, name)
+            self._serve_alone(config, plan, names)
         else:
-            self._serve_replicas(self.replicas, config, plan, name)
+            self._serve_replicas(self.replicas, config, plan, names)
 
-    def _serve_alone(self, config: EngineConfig, plan: CompressionPlan | None, name: str) -> None:
+    def _serve_alone(
+        self, config: EngineConfig, plan: CompressionPlan | None, names: tuple[str, ...]
+    ) -> None:
         from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
@@ -97,7 +99,8 @@ class Serve:
         with Engine(model, config) as engine:
             serve(
                 engine,
-                name=name,
+                name=names[0],
+                aliases=names[1:],
                 api_key=os.environ.get(KEY) or None,
                 host=self.host,
                 port=self.port,
@@ -105,7 +108,7 @@ class Serve:
             )
 
     def _serve_replicas(
-        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str
+        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, names: tuple[str, ...]
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
@@ -118,7 +121,8 @@ class Serve:
 
         settings = ReplicaSettings(
             path=str(self.path.resolve()),
-            name=name,
+            name=names[0],
+            aliases=names[1:],
             plan=plan,
             replicas=replicas,
             engine=asdict(config),

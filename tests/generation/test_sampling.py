@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from zdc_jax import Sampling
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.next_token import find_top
 from zdc_jax.generation.row_numbers import RowNumbers, row_numbers
 from zdc_jax.generation.sampling import draw, request_keys, restrict
 
@@ -122,3 +123,11 @@ def test_restrict_keeps_the_smallest_sufficient_set(seed, top_k, top_p):
     found = set(np.flatnonzero(np.isfinite(out)))
     assert kept <= found <= allowed
     assert found
+
+
+def test_the_likeliest_tokens_are_those_of_a_stable_sort():
+    logits = np.random.default_rng(0).integers(0, 30, (3, 97)).astype(np.float32)
+    ids, values = find_top(jnp.array(logits))
+    expected = np.argsort(-logits, axis=-1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, axis=-1))

@@ -24,22 +24,6 @@ def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...
     return tuple(dict.fromkeys((*own, *asked, *find_special_tokens(model, request.stop))))
 
 
-def check_length(prompt: int, max_tokens: int, max_model_len: int, limit: str = "max_tokens") -> None:
-    """Raise `PromptError` if a prompt and its answer are longer than the engine serves.
-
-    Args:
-      prompt: number of prompt tokens.
-      max_tokens: most tokens to generate.
-      max_model_len: most tokens of a prompt and its answer together.
-      limit: the user's name of `max_tokens`, for the message.
-    """
-    if prompt + max_tokens > max_model_len:
-        raise PromptError(
-            f"{limit}={max_tokens}: {prompt} prompt tokens plus {max_tokens} new ones exceed "
-            f"{max_model_len=}; shorten the prompt or lower {limit}"
-        )
-
-
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
     """Raise `PromptError` unless an engine with this model can serve the request.
 
@@ -52,7 +36,12 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
     token_ids(model, request.prompt)
     if request.generated:
         token_ids(model, request.generated)
-    check_length(len(request.prompt), request.max_tokens, max_model_len)
+    prompt, max_tokens = len(request.prompt), request.max_tokens
+    if prompt + max_tokens > max_model_len:
+        raise PromptError(
+            f"{max_tokens=}: {prompt} prompt tokens plus {max_tokens} new ones exceed {max_model_len=}; "
+            "shorten the prompt or lower max_tokens"
+        )
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(
             f"min_tokens={request.min_tokens!r:.80} must be a whole number from 0 to "

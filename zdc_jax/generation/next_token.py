@@ -11,7 +11,7 @@ from zdc_jax.axes import Array
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.sampling import draw
 
-MAX_LOGPROBS = 5
+MAX_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities can be requested."""
 SCORE_BATCH = 128
 """Tokens scored at once, which bounds the memory of their logits over the whole vocabulary."""
@@ -32,8 +32,8 @@ class Token(NamedTuple):
       token: token ids, [*B] int32.
       finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
       logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens, [*B, 5] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
+      top_ids: ids of the most likely tokens, [*B, 20] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
     """
 
     token: Array
@@ -57,8 +57,8 @@ class Scores(NamedTuple):
 
     Attributes:
       logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens at its position, [*B, 5] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
+      top_ids: ids of the most likely tokens at its position, [*B, 20] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
     """
 
     logprob: Array
@@ -110,10 +110,16 @@ def score_tokens(
     return jax.lax.map(score_one, (hidden, tokens), batch_size=SCORE_BATCH)
 
 
-def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 5"], Float[Array, "*B 5"]]:
-    """Return ids and values of the largest entries, in descending order."""
-    top_values, ids = jax.lax.top_k(values, MAX_LOGPROBS)
-    return ids.astype(jnp.int32), top_values
+def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 20"], Float[Array, "*B 20"]]:
+    """Return ids and values of the largest entries, in descending order.
+
+    Two rounds find half of them each: XLA has a kernel for up to 16 entries and sorts whole rows for more.
+    """
+    values_above, ids_above = jax.lax.top_k(values, MAX_LOGPROBS // 2)
+    others = jnp.put_along_axis(values, ids_above, -jnp.inf, axis=-1, inplace=False)
+    values_below, ids_below = jax.lax.top_k(others, MAX_LOGPROBS - MAX_LOGPROBS // 2)
+    ids = jnp.concatenate([ids_above, ids_below], axis=-1)
+    return ids.astype(jnp.int32), jnp.concatenate([values_above, values_below], axis=-1)
 
 
 def _mask_early_stops(logits: Array, rows: RowNumbers, lengths: Array) -> Array:

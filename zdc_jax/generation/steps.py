@@ -115,8 +115,8 @@ class SampledTokens(NamedTuple):
       lengths: cache length of each sequence that got tokens, after the step, [B] int32.
       finite: whether each token was chosen from finite logits, [B, steps] bool. Otherwise it is the last one.
       logprob: log-probability of each token, [B, steps]; None if the program does not compute it.
-      top_ids: ids of the most likely tokens, [B, steps, 5] int32, or None.
-      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 5], or None.
+      top_ids: ids of the most likely tokens, [B, steps, 20] int32, or None.
+      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 20], or None.
     """
 
     tokens: Array

@@ -96,11 +96,13 @@ class FrontServer:
         model, max_model_len = settings.text_side()
         max_requests = settings.replicas * settings.max_requests
         self._front = Front(model, max_model_len, RayFleet(replicas), max_requests)
-        self._name = settings.name
+        self._settings = settings
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI application for Ray Serve."""
-        return make_app(self._front, name=self._name, api_key=os.environ.get(KEY) or None)
+        settings = self._settings
+        key = os.environ.get(KEY) or None
+        return make_app(self._front, name=settings.name, aliases=settings.aliases, api_key=key)
 
 
 def build(settings: ReplicaSettings) -> serve.Application:

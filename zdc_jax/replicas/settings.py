@@ -17,6 +17,7 @@ class ReplicaSettings:
     Attributes:
       path: converted folder, at the same path on all machines.
       name: name of the model in the API.
+      aliases: further names of the model in the API.
       plan: compression plan, or the path of its JSON file; None for no compression.
       replicas: number of replicas.
       gpus: GPUs of each replica.
@@ -31,6 +32,7 @@ class ReplicaSettings:
 
     path: str
     name: str
+    aliases: tuple[str, ...] = ()
     plan: CompressionPlan | str | None = None
     replicas: int = 2
     gpus: float = 0

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 
 import uvicorn
@@ -19,6 +20,7 @@ def serve(
     engine: Serving,
     *,
     name: str,
+    aliases: Sequence[str] = (),
     api_key: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -32,6 +34,7 @@ def serve(
     Args:
       engine: engine that answers requests.
       name: name of the model in the API.
+      aliases: further names of the model in the API.
       api_key: key that clients must send; None for no key.
       host: address to listen at. Only this machine can reach the default.
       port: port to listen at; 0 for any free port.
@@ -41,7 +44,7 @@ def serve(
       ValueError: the key is empty.
       SystemExit: the server cannot listen at the address; the log says why.
     """
-    app = make_app(engine, name=name, api_key=api_key)
+    app = make_app(engine, name=name, aliases=aliases, api_key=api_key)
     # uvicorn raises its signals again after it has ended. For the caller both should be a normal end.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
