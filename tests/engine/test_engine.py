@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tiny_tokenizers import byte_tokenizer
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
@@ -209,6 +210,48 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
     assert not any(event.logprobs for event in several[2].events)
 
 
+WORDS = Sampling(allowed_token_ids=[40, 41], bad_words=[byte_tokenizer(LLAMA.vocab_size).decode([40, 41])])
+SHAPED = [
+    EngineRequest(tuple(range(3, 40)), 20, sampling, ignore_eos=True)
+    for sampling in (
+        Sampling(),
+        WORDS,
+        Sampling(0.8, seed=1, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={7: 3}),
+    )
+]
+"""Requests whose answers are chosen without options, with masks of the host, and with penalties."""
+
+
+@pytest.fixture
+def named(engine, model, monkeypatch) -> LanguageModel:
+    """Return the engine's model with a tokenizer."""
+    named = replace(model, tokenizer=byte_tokenizer(LLAMA.vocab_size))
+    monkeypatch.setattr(engine, "model", named)
+    return named
+
+
+def test_options_of_one_request_change_no_other(engine, named):
+    expected = [ask(engine, request).tokens() for request in SHAPED]
+    listeners = [ask(engine, request) for request in SHAPED]
+    assert [listener.tokens() for listener in listeners] == expected
+    counts = [max(len(event.tokens) for event in listener.events) for listener in listeners]
+    assert counts == [4, 1, 1], "only requests with options take one step at a time"
+    assert set(expected[1]) == {40, 41}
+    assert (40, 41) not in zip(expected[1], expected[1][1:], strict=False)
+    assert len({tokens[:5] for tokens in expected}) == 3
+    # A sequence without options takes the place of one with options, whose arrays are still there.
+    for tokens, request in zip(expected[:1] * 3, SHAPED[:1] * 3, strict=True):
+        assert ask(engine, request).tokens() == tokens
+
+
+@pytest.mark.full
+def test_answers_with_options_are_those_of_generate(engine, named):
+    urgent = [replace(request, priority=-1) for request in SHAPED]
+    listeners = [ask(engine, request) for request in (*SHAPED, *urgent)]
+    for request, listener in zip((*SHAPED, *urgent), listeners, strict=True):
+        assert listener.tokens() == alone(named, request)
+
+
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
     prefill, groups = engine._runner.prefill, []
 
@@ -331,6 +374,8 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ({"stop": ("x",)}, "needs a model with a tokenizer"),
         ({"stop": (5,)}, "stop=.5,. must be a string"),
         ({"logprobs": 2.5}, "logprobs=2.5 must be a whole number from 0 to 5"),
+        ({"sampling": Sampling(logit_bias={97: 1})}, "logit_bias: token id 97 lies outside the vocabulary"),
+        ({"sampling": Sampling(bad_words=["a"])}, "bad_words needs a model with a tokenizer"),
         ({"priority": "high"}, "priority='high' must be a whole number"),
         ({"salt": None}, "salt=None must be a string"),
         ({"salt": "\ud800"}, r"salt='\\ud800' must be a string"),

@@ -10,6 +10,7 @@ from tiny_tokenizers import chat_tokenizer
 
 from zdc_jax.conversation.prompt import chat_prompt
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
 from zdc_jax.server.metrics import Metrics
@@ -174,6 +175,14 @@ def test_what_else_can_be_asked_for(client, engine):
     assert (request.stop, request.salt) == ((), "me")
 
 
+def test_changes_of_logits(client, engine):
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5, "min_p": 0.25}
+    asked |= {"logit_bias": {"7": 1, "5": -100}, "allowed_token_ids": [5, 6], "bad_words": ["the"]}
+    assert client.post(COMPLETIONS, json=asked | {"prompt": "on", "seed": 1}).status_code == 200
+    expected = asked | {"logit_bias": {7: 1, 5: -100}, "temperature": 1.0, "top_p": 1.0, "seed": 1}
+    assert engine.submitted[0].sampling == Sampling(**expected)
+
+
 def test_logprobs_of_completions(client):
     asked = {"prompt": "on", "max_tokens": 2, "logprobs": 5, "top_k": 7}
     found = client.post(COMPLETIONS, json=asked).json()["choices"][0]["logprobs"]
@@ -218,9 +227,17 @@ def test_logprobs_of_chats(client, stream):
 
 REFUSED = [
     {"best_of": 2},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -1},
-    {"logit_bias": {"5": 1}},
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": "1"},
+    {"repetition_penalty": 0},
+    {"min_p": 1.5},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"five": 1}},
+    {"logit_bias": {"97": 1}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [97]},
+    {"bad_words": [" "]},
+    {"bad_words": ["?"], "allowed_token_ids": chat_tokenizer().encode("?").ids},
     {"tools": [{"type": "function"}]},
     {"response_format": {"type": "json_object"}},
     {"suffix": "end"},

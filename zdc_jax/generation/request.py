@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
+from zdc_jax.generation.shaping import token_biases
 from zdc_jax.generation.steps import bucket
 from zdc_jax.loading import LanguageModel, TextModel
 
@@ -63,6 +64,8 @@ class Request:
         strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))
+        for each in set(samplings):
+            token_biases(model, each)  # Raises an error if the model cannot serve the sampling.
         stop_ids = _resolve_stop_tokens(model, stop_tokens)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)

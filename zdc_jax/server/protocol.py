@@ -1,8 +1,9 @@
 """Bodies of client requests: their validation, and their conversion to engine requests.
 
-Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
-`cache_salt` and `chat_template_kwargs` are vLLM's. Unknown fields are ignored, since clients send many.
-Unsupported fields that would change the answer are refused by name.
+Names and defaults are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`,
+`ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`, `cache_salt` and `chat_template_kwargs` are vLLM's.
+Unknown fields are ignored, since clients send many. Unsupported fields that would change the answer are
+refused by name.
 """
 
 import secrets
@@ -18,7 +19,8 @@ from zdc_jax.engine.checks import check_length, resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
-from zdc_jax.generation.sampling import SEEDS, Sampling
+from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
+from zdc_jax.generation.shaping import token_biases
 from zdc_jax.loading import TextModel
 from zdc_jax.server.errors import RequestError, report_errors_of
 
@@ -32,11 +34,6 @@ COMPLETION_TOKENS = 16
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
@@ -46,7 +43,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "bad_words": ([],),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
@@ -57,6 +53,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, Field(pattern=r"\S")]
+"""Text that is not blank."""
+
+
+def _read_token_ids(biases: Any) -> Any:
+    """Convert the keys of a JSON object to token ids, as far as they are whole numbers."""
+    if not isinstance(biases, dict):
+        return biases
+    return {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
+
+
+Biases = Annotated[
+    dict[Token, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_read_token_ids)
+]
+"""Numbers by token id."""
 
 
 def _wrap_prompt(prompt: Any) -> Any:
@@ -110,6 +121,13 @@ class GenerationRequest(ModelRequest, ABC):
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
       top_k: number of most likely tokens to sample from; 0 or -1 for all.
+      min_p: smallest share of the largest probability that a token must have.
+      presence_penalty: subtracted from logits of generated tokens.
+      frequency_penalty: subtracted from a token's logit for each time it was generated.
+      repetition_penalty: divisor of positive logits, and factor of others, of tokens in prompt or answer.
+      logit_bias: numbers to add to logits, by token id.
+      allowed_token_ids: the only tokens that may be generated; null for all.
+      bad_words: words that are not generated.
       n: answers to each prompt.
       seed: seed of the first answer; the others use consecutive seeds. Null for a random seed.
       stop: string or strings that end an answer.
@@ -126,6 +144,13 @@ class GenerationRequest(ModelRequest, ABC):
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    logit_bias: Biases = Field(default_factory=dict)
+    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    bad_words: list[Word] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
@@ -179,10 +204,19 @@ class GenerationRequest(ModelRequest, ABC):
         """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
         with report_errors_of("temperature"):  # The other parameters have been checked.
-            top_k = None if self.top_k < 1 else self.top_k
-            samplings = [
-                Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
-            ]
+            sampling = Sampling(
+                temperature=self.temperature,
+                top_k=None if self.top_k < 1 else self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias,
+                allowed_token_ids=self.allowed_token_ids,
+                bad_words=self.bad_words,
+            )
+            samplings = [replace(sampling, seed=(seed + i) % SEEDS) for i in range(self.n)]
         stop_tokens = () if self.ignore_eos else stop_tokens
         requests = [
             EngineRequest(
@@ -220,6 +254,12 @@ class GenerationRequest(ModelRequest, ABC):
                 check_length(len(request.prompt), request.max_tokens, max_model_len, limit)
         with report_errors_of("stop"):
             stop_strings(model, self.stop)
+        sampling = requests[0].sampling
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+            with report_errors_of(name):
+                token_biases(model, Sampling(**{name: getattr(sampling, name)}))
+        with report_errors_of("bad_words"):
+            token_biases(model, sampling)
         vocab, param = model.config.vocab_size, "stop_token_ids"
         if bad := [token for token in self.stop_token_ids if token >= vocab]:
             raise RequestError(
