@@ -51,7 +51,7 @@ ALLOWED = {
     "zdc_jax.engine.scheduler": "zdc_jax.engine.page_pool",
     "zdc_jax.engine": f"{LOADING} zdc_jax.generation zdc_jax.engine.scheduler zdc_jax.engine.page_pool",
     "zdc_jax.server": f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine",
-    "zdc_jax.replicas": f"{LOADING} zdc_jax.engine zdc_jax.server",
+    "zdc_jax.replicas": f"{LOADING} zdc_jax.generation zdc_jax.engine zdc_jax.server",
     "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation zdc_jax.conversation",
     "zdc_jax.planning": f"{LOADING} zdc_jax.evaluation",
     "zdc_jax": WHOLE,

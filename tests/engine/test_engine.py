@@ -1,6 +1,7 @@
 """Answers of an engine: equal to `generate` for each request alone, whatever else runs."""
 
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
-from tiny_tokenizers import byte_tokenizer
+from tiny_tokenizers import ascii_tokenizer, byte_tokenizer
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
@@ -20,6 +21,7 @@ from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
@@ -242,6 +244,30 @@ def test_options_of_one_request_change_no_other(engine, named):
     # A sequence without options takes the place of one with options, whose arrays are still there.
     for tokens, request in zip(expected[:1] * 3, SHAPED[:1] * 3, strict=True):
         assert ask(engine, request).tokens() == tokens
+
+
+def test_grammars_bind_their_requests_alone(engine, model, monkeypatch):
+    named = replace(model, tokenizer=ascii_tokenizer())
+    monkeypatch.setattr(engine, "model", named)
+    free = EngineRequest(tuple(range(3, 40)), 20, ignore_eos=True)
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 2}
+    blanks = dict.fromkeys(named.tokenizer.encode(" \n\t").ids, -100)
+    bound = Sampling(1.0, seed=3, grammar=Grammar.json(schema), logit_bias=blanks)
+    expected = ask(engine, free).tokens()
+    for prompt in (free.prompt, free.prompt[::-1]):
+        listeners = [ask(engine, free), ask(engine, replace(free, prompt=prompt, sampling=bound))]
+        assert listeners[0].tokens() == expected
+        listeners[1].tokens()
+        numbers = json.loads("".join(event.text for event in listeners[1].events))
+        assert all(0 <= number <= 99 for number in numbers)
+        assert listeners[1].reason == "stop"
+        assert max(len(event.tokens) for event in listeners[0].events) == 4
+    impossible = Sampling(grammar=Grammar.regex("[0-9]"), allowed_token_ids=[40])
+    listeners = [ask(engine, free), ask(engine, replace(free, sampling=impossible))]
+    assert listeners[0].tokens() == expected
+    listeners[1].tokens()
+    assert listeners[1].reason == "error"
+    assert "leave no token of allowed_token_ids" in listeners[1].events[-1].error
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from tiny_tokenizers import byte_tokenizer
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.guide import Guide
-from zdc_jax.generation.shaping import ALL, unpack_mask
+from zdc_jax.generation.masks import ALL, unpack_mask
 from zdc_jax.plan import CompressionPlan
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1])

@@ -10,9 +10,10 @@ from jax.sharding import Sharding
 from jax.stages import Lowered
 
 from zdc_jax.axes import Array
+from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.shaping import Shaping, mask_width
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Flat, Frontier, Network, SampledTokens, choose
 from zdc_jax.model.transformer import Embeddings
 

@@ -19,9 +19,9 @@ from zdc_jax.engine.runner import ChunkInputs, DecodeInputs, Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.errors import PromptError
 from zdc_jax.fields import check_fields
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.shaping import full_mask
 from zdc_jax.generation.steps import PREFILL_CHUNK, Frontier, SampledTokens, bucket
 from zdc_jax.loading import LanguageModel
 

@@ -13,10 +13,11 @@ from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.guide import Guide
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
-from zdc_jax.generation.shaping import SequenceShaping, count_tokens, full_mask, token_biases
+from zdc_jax.generation.shaping import SequenceShaping, count_tokens, token_biases
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import TextModel
 
@@ -59,8 +60,8 @@ class Job:
         self.work.output += request.generated
         self.work.skips_cache = self._to_score > 0
         self.work.one_step = request.sampling.is_shaped  # Only programs of one step change logits.
-        self.guide = Guide.of(model, request.sampling)
         self.stop_ids = resolve_stop_ids(model, request)
+        self.guide = Guide.of(model, request.sampling, self.stop_ids, request.min_tokens)
         self.answer = OutputSequence(
             index=0,
             tokenizer=model.tokenizer,
@@ -127,7 +128,11 @@ class Job:
         if self.guide is not None:
             self.guide.accept(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
-            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
+            self.answer.append(
+                tokens,
+                full=len(tokens) >= self.work.max_tokens,
+                complete=self.guide is not None and self.guide.is_complete,
+            )
         if self.answer.finish_reason is not None:
             raise PromptError(
                 f"generated: these {len(tokens)} tokens end the answer; nothing is left to generate"
@@ -159,9 +164,10 @@ class Job:
         work.output += tokens
         if self.guide is not None:
             self.guide.accept(tokens)
+        complete = self.guide is not None and self.guide.is_complete
         full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.append(tokens, full=full)
+            delta = self.answer.append(tokens, full=full, complete=complete)
         if delta is not None:
             shown = self._to_logprobs(delta.tokens, *chosen[1:])
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))

@@ -31,9 +31,10 @@ from zdc_jax.engine.choosing import SHAPE, lower_choosing, name_choosing, name_s
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.shaping import SequenceShaping, Shaping, full_mask
+from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
     DecodeState,
     Flat,

@@ -10,9 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
-from zdc_jax.generation.shaping import token_biases
 from zdc_jax.generation.steps import bucket
 from zdc_jax.loading import LanguageModel, TextModel
 
@@ -65,7 +65,7 @@ class Request:
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))
         for each in set(samplings):
-            token_biases(model, each)  # Raises an error if the model cannot serve the sampling.
+            check_sampling(model, each)
         stop_ids = _resolve_stop_tokens(model, stop_tokens)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)

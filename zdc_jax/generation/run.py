@@ -12,12 +12,13 @@ import numpy as np
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.guide import Guide
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
-from zdc_jax.generation.shaping import Shaping, full_mask
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Flat, SampledTokens, bucket, decode, first, padded, prefill
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import LanguageModel
@@ -67,7 +68,7 @@ class Run:
             OutputSequence(index, model.tokenizer, request.stop_ids, stop)
             for index in range(len(request.prompts))
         ]
-        self._guides = [Guide.of(model, sampling) for sampling in request.samplings]
+        self._guides = [Guide.of(model, sampling, request.stop_ids) for sampling in request.samplings]
         self._shaping = self._guided(Shaping.of(model, request.samplings, request.prompts))
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
@@ -230,7 +231,11 @@ class Run:
             if new and sequence.finish_reason is None:
                 if guide is not None:
                     guide.accept(new)
-                delta = sequence.append(new, full=len(chosen) >= self.request.max_new_tokens)
+                delta = sequence.append(
+                    new,
+                    full=len(chosen) >= self.request.max_new_tokens,
+                    complete=guide is not None and guide.is_complete,
+                )
                 if delta is not None:
                     yield delta
 

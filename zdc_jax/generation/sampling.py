@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import Grammar
 
 SEEDS = 2**32
 """Number of valid seeds."""
@@ -49,6 +50,8 @@ class Sampling:
       allowed_token_ids: ids of the only tokens that may be generated; None for all. Stop tokens are not
         added to them.
       bad_words: words that are not generated. The last token of a word is forbidden after its other tokens.
+      grammar: language that the answer belongs to, unless it ends at its token limit or a stop string. This
+        needs the package llguidance.
 
     The order is that of vLLM: forbidden tokens, bias, repetition penalty, frequency and presence penalties,
     temperature, `min_p`, then `top_k` and `top_p`. Log-probabilities are those before all of them.
@@ -68,6 +71,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= _number(self.temperature) <= _LARGEST:
@@ -98,12 +102,15 @@ class Sampling:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _word_tuple(self.bad_words))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise PromptError(f"grammar={self.grammar!r:.80} must be a Grammar, or None")
 
     @property
     def is_shaped(self) -> bool:
         """Whether logits are changed before a token is chosen, so that programs need a `Shaping`."""
-        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
-        return bool(not neutral or self.logit_bias or self.allowed_token_ids is not None or self.bad_words)
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        restricted = self.allowed_token_ids is not None or self.grammar is not None
+        return bool(penalties != (0, 0, 1) or self.logit_bias or self.bad_words or restricted)
 
 
 def _sorted_biases(biases: Any) -> tuple[tuple[int, float], ...]:

@@ -14,13 +14,9 @@ from tokenizers import Tokenizer
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.masks import unpack_mask
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import TextModel
-
-MASK_BITS = 32
-"""Tokens of one number of a mask."""
-ALL = -1
-"""Number of a mask that allows all its tokens."""
 
 
 class Penalties(NamedTuple):
@@ -90,29 +86,6 @@ class SequenceShaping(NamedTuple):
     counts: np.ndarray
     bias: np.ndarray
     mask: np.ndarray
-
-
-def unpack_mask(mask: Int[Array, "B W"], tokens: int) -> Bool[Array, "B {tokens}"]:
-    """Return the first `tokens` bits of a mask."""
-    bits = (mask[:, :, None] >> jnp.arange(MASK_BITS)) & 1
-    return bits.reshape(len(mask), -1)[:, :tokens].astype(bool)
-
-
-def mask_width(vocab: int) -> int:
-    """Return how many int32 numbers a mask of `vocab` tokens has."""
-    return -(-vocab // MASK_BITS)
-
-
-def pack_mask(allowed: Bool[np.ndarray, " V"]) -> Int[np.ndarray, " W"]:
-    """Pack a flag for each token into int32 numbers, the lowest bits first."""
-    padded = np.zeros(mask_width(len(allowed)) * MASK_BITS, bool)
-    padded[: len(allowed)] = allowed
-    return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)
-
-
-def full_mask(vocab: int, *batch: int) -> Int[np.ndarray, "*batch W"]:
-    """Return a mask that allows all tokens."""
-    return np.full((*batch, mask_width(vocab)), ALL, np.int32)
 
 
 def count_tokens(

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
+from zdc_jax.server.body import ModelRequest
 from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
@@ -34,7 +35,6 @@ from zdc_jax.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    ModelRequest,
     TokenizeRequest,
 )
 from zdc_jax.server.replies import Reply, make_reply

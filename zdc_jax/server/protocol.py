@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
 from zdc_jax.engine.checks import check_length, resolve_stop_ids
@@ -22,7 +22,9 @@ from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
 from zdc_jax.generation.shaping import token_biases
 from zdc_jax.loading import TextModel
+from zdc_jax.server.body import Body, ModelRequest
 from zdc_jax.server.errors import RequestError, report_errors_of
+from zdc_jax.server.structured import StructuredRequest
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -37,12 +39,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
@@ -80,29 +76,6 @@ Prompts = Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(
 """Prompts, each a text or token ids."""
 
 
-class Body(BaseModel):
-    """JSON body of a request. Null means that a field is absent, and numbers in quotes are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
-
-
-class ModelRequest(Body):
-    """Body that may name a model.
-
-    Attributes:
-      model: name of the served model, or None.
-    """
-
-    model: str | None = None
-
-
 class StreamOptions(Body):
     """Options of a streamed answer.
 
@@ -113,7 +86,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationRequest(ModelRequest, ABC):
+class GenerationRequest(StructuredRequest, ABC):
     """Common fields of completions and chats.
 
     Attributes:
@@ -203,6 +176,7 @@ class GenerationRequest(ModelRequest, ABC):
           logprobs: number of alternatives of each token, or None.
         """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        _, grammar = self.read_grammar()
         with report_errors_of("temperature"):  # The other parameters have been checked.
             sampling = Sampling(
                 temperature=self.temperature,
@@ -215,6 +189,7 @@ class GenerationRequest(ModelRequest, ABC):
                 logit_bias=self.logit_bias,
                 allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words,
+                grammar=grammar,
             )
             samplings = [replace(sampling, seed=(seed + i) % SEEDS) for i in range(self.n)]
         stop_tokens = () if self.ignore_eos else stop_tokens
@@ -260,6 +235,7 @@ class GenerationRequest(ModelRequest, ABC):
                 token_biases(model, Sampling(**{name: getattr(sampling, name)}))
         with report_errors_of("bad_words"):
             token_biases(model, sampling)
+        self.check_grammar(model)
         vocab, param = model.config.vocab_size, "stop_token_ids"
         if bad := [token for token in self.stop_token_ids if token >= vocab]:
             raise RequestError(
