@@ -38,11 +38,11 @@ def unpack_mask(mask: Int[Array, "B W"], tokens: int) -> Bool[Array, "B {tokens}
 
 
 def clear_bit(mask: Int[np.ndarray, " W"], token: int) -> None:
-    """Forbid a token of a mask, in place."""
+    """Clear the bit of a token, in place."""
     mask.view(np.uint32)[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)
 
 
 def set_bits(mask: Int[np.ndarray, " W"], tokens: Sequence[int]) -> None:
-    """Allow tokens of a mask, in place."""
+    """Set the bits of tokens, in place."""
     for token in tokens:
         mask.view(np.uint32)[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
