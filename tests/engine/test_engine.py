@@ -129,20 +129,6 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     assert engine.stats().preemptions > before
 
 
-def test_nothing_compiles_once_it_runs(engine, tiny):
-    ask(engine, requests_of(tiny, 1)[0]).tokens()
-    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: (
-            compiled.append(name) if name.endswith("backend_compile_duration") else None
-        )
-    )
-    for listener in [ask(engine, request) for request in requests_of(tiny, 5, seed=3)]:
-        listener.tokens()
-    assert not compiled
-
-
 def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
     first = EngineRequest(tuple(range(3, 60)), 8, ignore_eos=True)
     listener = ask(engine, first)
@@ -244,6 +230,20 @@ def test_options_of_one_request_change_no_other(engine, named):
     # A sequence without options takes the place of one with options, whose arrays are still there.
     for tokens, request in zip(expected[:1] * 3, SHAPED[:1] * 3, strict=True):
         assert ask(engine, request).tokens() == tokens
+
+
+def test_nothing_compiles_once_it_runs(engine, tiny, named):
+    ask(engine, requests_of(tiny, 1)[0]).tokens()
+    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: (
+            compiled.append(name) if name.endswith("backend_compile_duration") else None
+        )
+    )
+    for listener in [ask(engine, request) for request in (*requests_of(tiny, 5, seed=3), *SHAPED)]:
+        listener.tokens()
+    assert not compiled
 
 
 def test_grammars_bind_their_requests_alone(engine, model, monkeypatch):
