@@ -24,12 +24,14 @@ END = 1
 FAILS, HANGS = "!", "?"
 """Ends of completion prompts that fail after a token, or wait until they are cancelled."""
 CACHED = 3
+TOKENIZER = chat_tokenizer()
+"""One tokenizer for all models, since each that compiles grammars starts a process."""
 
 
 def chat_model(**changes: object) -> SimpleNamespace:
     """Return the parts of a model that a server needs."""
     special = {"eos_token": "<|im_end|>"}
-    model = {"tokenizer": chat_tokenizer(), "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
+    model = {"tokenizer": TOKENIZER, "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
     return SimpleNamespace(**model | changes)
 
 

@@ -19,6 +19,14 @@ def byte_tokenizer(vocab: int) -> Tokenizer:
     return tokenizer
 
 
+def ascii_tokenizer() -> Tokenizer:
+    """Return a tokenizer of 97 tokens: the printable characters of ASCII, newline and tab."""
+    names = [*map(chr, range(ord("!"), ord("~") + 1)), "Ġ", "Ċ", "ĉ"]
+    tokenizer = byte_tokenizer(0)
+    tokenizer.model = models.BPE({name: index for index, name in enumerate(names)}, [])
+    return tokenizer
+
+
 def sentencepiece() -> Tokenizer:
     """Return a tokenizer like Llama 2's: words that begin with a space, and bytes for all other text."""
     words = ["▁the", "▁old", "▁man", "▁It", "▁is", "é", "▁", "▁▁", *"saidntocf'"]

@@ -1,6 +1,7 @@
 """Answers of an engine: equal to `generate` for each request alone, whatever else runs."""
 
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tiny_tokenizers import ascii_tokenizer, byte_tokenizer
 from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
@@ -20,6 +22,7 @@ from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
@@ -135,20 +138,6 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     assert engine.stats().preemptions > before
 
 
-def test_nothing_compiles_once_it_runs(engine, tiny):
-    ask(engine, requests_of(tiny, 1)[0]).tokens()
-    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: (
-            compiled.append(name) if name.endswith("backend_compile_duration") else None
-        )
-    )
-    for listener in [ask(engine, request) for request in requests_of(tiny, 5, seed=3)]:
-        listener.tokens()
-    assert not compiled
-
-
 def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
     first = EngineRequest(tuple(range(3, 60)), 8, ignore_eos=True)
     listener = ask(engine, first)
@@ -216,6 +205,86 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
     assert not any(each.top for each in (*expected, *beside))
     np.testing.assert_allclose([e.logprob for e in beside], [e.logprob for e in expected], atol=1e-5)
     assert not any(event.logprobs for event in several[2].events)
+
+
+WORDS = Sampling(allowed_token_ids=[40, 41], bad_words=[byte_tokenizer(LLAMA.vocab_size).decode([40, 41])])
+SHAPED = [
+    EngineRequest(tuple(range(3, 40)), 20, sampling, ignore_eos=True)
+    for sampling in (
+        Sampling(),
+        WORDS,
+        Sampling(0.8, seed=1, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={7: 3}),
+    )
+]
+"""Requests whose answers are chosen without options, with masks of the host, and with penalties."""
+
+
+@pytest.fixture
+def named(engine, model, monkeypatch) -> LanguageModel:
+    """Return the engine's model with a tokenizer."""
+    named = replace(model, tokenizer=byte_tokenizer(LLAMA.vocab_size))
+    monkeypatch.setattr(engine, "model", named)
+    return named
+
+
+def test_options_of_one_request_change_no_other(engine, named):
+    expected = [ask(engine, request).tokens() for request in SHAPED]
+    listeners = [ask(engine, request) for request in SHAPED]
+    assert [listener.tokens() for listener in listeners] == expected
+    counts = [max(len(event.tokens) for event in listener.events) for listener in listeners]
+    assert counts == [4, 1, 1], "only requests with options take one step at a time"
+    assert set(expected[1]) == {40, 41}
+    assert (40, 41) not in zip(expected[1], expected[1][1:], strict=False)
+    assert len({tokens[:5] for tokens in expected}) == 3
+    # A sequence without options takes the place of one with options, whose arrays are still there.
+    for tokens, request in zip(expected[:1] * 3, SHAPED[:1] * 3, strict=True):
+        assert ask(engine, request).tokens() == tokens
+
+
+def test_nothing_compiles_once_it_runs(engine, tiny, named):
+    ask(engine, requests_of(tiny, 1)[0]).tokens()
+    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: (
+            compiled.append(name) if name.endswith("backend_compile_duration") else None
+        )
+    )
+    for listener in [ask(engine, request) for request in (*requests_of(tiny, 5, seed=3), *SHAPED)]:
+        listener.tokens()
+    assert not compiled
+
+
+def test_grammars_bind_their_requests_alone(engine, model, monkeypatch):
+    named = replace(model, tokenizer=ascii_tokenizer())
+    monkeypatch.setattr(engine, "model", named)
+    free = EngineRequest(tuple(range(3, 40)), 20, ignore_eos=True)
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 2}
+    blanks = dict.fromkeys(named.tokenizer.encode(" \n\t").ids, -100)
+    bound = Sampling(1.0, seed=3, grammar=Grammar.json(schema), logit_bias=blanks)
+    expected = ask(engine, free).tokens()
+    for prompt in (free.prompt, free.prompt[::-1]):
+        listeners = [ask(engine, free), ask(engine, replace(free, prompt=prompt, sampling=bound))]
+        assert listeners[0].tokens() == expected
+        listeners[1].tokens()
+        numbers = json.loads("".join(event.text for event in listeners[1].events))
+        assert all(0 <= number <= 99 for number in numbers)
+        assert listeners[1].reason == "stop"
+        assert max(len(event.tokens) for event in listeners[0].events) == 4
+    impossible = Sampling(grammar=Grammar.regex("[0-9]"), allowed_token_ids=[40])
+    listeners = [ask(engine, free), ask(engine, replace(free, sampling=impossible))]
+    assert listeners[0].tokens() == expected
+    listeners[1].tokens()
+    assert listeners[1].reason == "error"
+    assert "leave no token of allowed_token_ids" in listeners[1].events[-1].error
+
+
+@pytest.mark.full
+def test_answers_with_options_are_those_of_generate(engine, named):
+    urgent = [replace(request, priority=-1) for request in SHAPED]
+    listeners = [ask(engine, request) for request in (*SHAPED, *urgent)]
+    for request, listener in zip((*SHAPED, *urgent), listeners, strict=True):
+        assert listener.tokens() == alone(named, request)
 
 
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
@@ -340,6 +409,8 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ({"stop": ("x",)}, "needs a model with a tokenizer"),
         ({"stop": (5,)}, "stop=.5,. must be a string"),
         ({"logprobs": 2.5}, "logprobs=2.5 must be a whole number from 0 to 20"),
+        ({"sampling": Sampling(logit_bias={97: 1})}, "logit_bias: token id 97 lies outside the vocabulary"),
+        ({"sampling": Sampling(bad_words=["a"])}, "bad_words needs a model with a tokenizer"),
         ({"priority": "high"}, "priority='high' must be a whole number"),
         ({"salt": None}, "salt=None must be a string"),
         ({"salt": "\ud800"}, r"salt='\\ud800' must be a string"),

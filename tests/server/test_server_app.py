@@ -8,11 +8,13 @@ import pytest
 from chat_templates import CHATML, THINKING
 from fake_engine import ANSWER, CACHED, FAILS, FakeEngine, chat_model
 from starlette.testclient import TestClient
-from tiny_tokenizers import chat_tokenizer
+from tiny_tokenizers import ascii_tokenizer, chat_tokenizer
 
 from zdc_jax.conversation.prompt import chat_prompt
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
+from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
 from zdc_jax.server.body import read_body
@@ -198,6 +200,43 @@ def test_what_else_can_be_asked_for(client, engine):
     assert (request.stop, request.salt) == ((), "me")
 
 
+def test_changes_of_logits(client, engine):
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5, "min_p": 0.25}
+    asked |= {"logit_bias": {"7": 1, "5": -100}, "allowed_token_ids": [5, 6], "bad_words": ["the"]}
+    assert client.post(COMPLETIONS, json=asked | {"prompt": "on", "seed": 1}).status_code == 200
+    expected = asked | {"logit_bias": {7: 1, 5: -100}, "temperature": 1.0, "top_p": 1.0, "seed": 1}
+    assert engine.submitted[0].sampling == Sampling(**expected)
+
+
+ASCII = ascii_tokenizer()
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("field", "grammar"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar.json()),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            Grammar.json(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json(SCHEMA)),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.choice(["a", "b"])),
+        ({"guided_json": SCHEMA}, Grammar.json(SCHEMA)),
+        ({"guided_regex": "[ab]+"}, Grammar.regex("[ab]+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar.text('root ::= "a"')),
+        ({"response_format": {"type": "text"}, "guided_json": None}, None),
+    ],
+    ids=str,
+)
+def test_grammars_of_answers(field, grammar):
+    engine = FakeEngine(chat_model(tokenizer=ASCII))
+    response = TestClient(make_app(engine, name="tiny")).post(COMPLETIONS, json=field | {"prompt": "on"})
+    assert response.status_code == 200, response.text
+    assert engine.submitted[0].sampling.grammar == grammar
+
+
 def test_logprobs_of_completions(client):
     asked = {"prompt": "on", "max_tokens": 2, "logprobs": 5, "top_k": 7}
     found = client.post(COMPLETIONS, json=asked).json()["choices"][0]["logprobs"]
@@ -242,11 +281,29 @@ def test_logprobs_of_chats(client, stream):
 
 REFUSED = [
     {"best_of": 2},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -1},
-    {"logit_bias": {"5": 1}},
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": "1"},
+    {"repetition_penalty": 0},
+    {"min_p": 1.5},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"five": 1}},
+    {"logit_bias": {"97": 1}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [97]},
+    {"bad_words": [" "]},
+    {"bad_words": ["?"], "allowed_token_ids": chat_tokenizer().encode("?").ids},
     {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "obj"}}}},
+    {"structured_outputs": {"regex": "(a"}},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {"structural_tag": "a"}},
+    {"guided_json": "{"},
+    {"guided_regex": ""},
+    {"guided_choice": []},
+    {"guided_grammar": "start: x"},
+    {"guided_regex": "a", "guided_choice": ["a"]},
     {"suffix": "end"},
     {"n": 17},
     {"n": 0},

@@ -2,6 +2,7 @@
 
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.request import (
     check_limit,
     find_special_tokens,
@@ -59,6 +60,7 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
             f"stop_tokens has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
         )
     stop_strings(model, request.stop)
+    check_sampling(model, request.sampling)
     if not is_whole(request.priority):
         raise PromptError(f"priority={request.priority!r:.80} must be a whole number")
     with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a string"):

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.sampling import draw
+from zdc_jax.generation.shaping import Shaping
 
 MAX_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities can be requested."""
@@ -67,7 +68,11 @@ class Scores(NamedTuple):
 
 
 def choose_token(
-    logits: Float[Array, "B V"], rows: RowNumbers, lengths: Int[Array, " B"], choice: Choice = "any"
+    logits: Float[Array, "B V"],
+    rows: RowNumbers,
+    lengths: Int[Array, " B"],
+    choice: Choice = "any",
+    shaping: Shaping | None = None,
 ) -> Token:
     """Return the next token of each sequence.
 
@@ -76,10 +81,12 @@ def choose_token(
       rows: sampling parameters and limits of each sequence.
       lengths: tokens of each sequence before the new one.
       choice: kind of program, which must support what `rows` request.
+      shaping: arrays from which logits are changed before the choice; None for no changes.
     """
+    shaped = logits if shaping is None else shaping.apply(logits, rows.penalties)
     if choice == "greedy":
-        return choose_greedy(logits)
-    allowed = _mask_early_stops(logits, rows, lengths)
+        return choose_greedy(shaped)
+    allowed = _mask_early_stops(shaped, rows, lengths)
     token = draw(allowed, rows.sampling, lengths) if choice == "any" else choose_greedy(allowed).token
     top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)

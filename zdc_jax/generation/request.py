@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
 from zdc_jax.generation.steps import bucket
@@ -67,6 +68,8 @@ class Request:
         strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))
+        for each in set(samplings):
+            check_sampling(model, each)
         stop_ids = _resolve_stop_tokens(model, stop_tokens, strings)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)

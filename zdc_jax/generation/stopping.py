@@ -77,7 +77,7 @@ class OutputSequence:
         self._text = ""
         self._shown = 0
 
-    def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
+    def append(self, tokens: Sequence[int], *, full: bool, complete: bool = False) -> Delta | None:
         """Add new tokens and return what can be shown now, or None for nothing.
 
         Must not be called after the sequence has ended.
@@ -85,6 +85,7 @@ class OutputSequence:
         Args:
           tokens: new token ids; only the last one may be a stop token.
           full: whether the sequence has reached its token limit.
+          complete: whether the answer belongs to its grammar and nothing may follow.
         """
         before = len(self.tokens)
         stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
@@ -92,6 +93,8 @@ class OutputSequence:
             self._end("stop", end)
         elif stopped:
             self.tokens.append(tokens[-1])
+            self._end("stop")
+        elif complete:
             self._end("stop")
         elif full:
             self._end("length")

@@ -30,7 +30,7 @@ from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.server.answers import Answers
-from zdc_jax.server.body import Body, read_body, show
+from zdc_jax.server.body import Body, ModelRequest, read_body, show
 from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
@@ -38,7 +38,6 @@ from zdc_jax.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    ModelRequest,
     TokenizeRequest,
 )
 from zdc_jax.server.replies import Reply, make_reply

@@ -52,6 +52,16 @@ class Body(BaseModel):
         return kept
 
 
+class ModelRequest(Body):
+    """Body that may name a model.
+
+    Attributes:
+      model: name of the served model, or None.
+    """
+
+    model: str | None = None
+
+
 def make_refusal(field: str, cause: str) -> PydanticCustomError:
     """Return an error for validators of a `Body`, about one of its fields.
 

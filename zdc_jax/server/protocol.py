@@ -1,7 +1,8 @@
 """Bodies of client requests: their validation, and their conversion to engine requests.
 
-Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
-`cache_salt` and `chat_template_kwargs` are vLLM's. Fields that are not implemented are listed in `fields.py`.
+Names and defaults are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`,
+`ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`, `cache_salt` and `chat_template_kwargs` are vLLM's.
+Fields that are not implemented are listed in `fields.py`.
 """
 
 import secrets
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.conversation.template import ChatTemplate
@@ -18,9 +19,10 @@ from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
-from zdc_jax.generation.sampling import SEEDS, Sampling
+from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
+from zdc_jax.generation.shaping import token_biases
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, show
+from zdc_jax.server.body import Body, ModelRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 from zdc_jax.server.fields import (
     IGNORED,
@@ -30,6 +32,7 @@ from zdc_jax.server.fields import (
     REFUSED_IN_COMPLETIONS,
 )
 from zdc_jax.server.messages import ChatMessage
+from zdc_jax.server.structured import StructuredRequest
 from zdc_jax.server.tools import Tool, ToolOutput, require_format
 
 MAX_ANSWERS = 16
@@ -46,22 +49,27 @@ OWN_VARIABLES = {"tools", "documents"}
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, Field(pattern=r"\S")]
+"""Text that is not blank."""
+
+
+def _read_token_ids(biases: Any) -> Any:
+    """Convert the keys of a JSON object to token ids, as far as they are whole numbers."""
+    if not isinstance(biases, dict):
+        return biases
+    return {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
+
+
+Biases = Annotated[
+    dict[Token, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_read_token_ids)
+]
+"""Numbers by token id."""
 
 
 Prompt = str | Annotated[list[int], Field(fail_fast=True)]
 """Text or token ids."""
 Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
 """Prompt or prompts."""
-
-
-class ModelRequest(Body):
-    """Body that may name a model.
-
-    Attributes:
-      model: name of the served model, or None.
-    """
-
-    model: str | None = None
 
 
 class StreamOptions(Body):
@@ -77,7 +85,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationRequest(ModelRequest, ABC):
+class GenerationRequest(StructuredRequest, ABC):
     """Common fields of completions and chats.
 
     Attributes:
@@ -85,6 +93,13 @@ class GenerationRequest(ModelRequest, ABC):
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
       top_k: number of most likely tokens to sample from; 0 or -1 for all.
+      min_p: smallest share of the largest probability that a token must have.
+      presence_penalty: subtracted from logits of generated tokens.
+      frequency_penalty: subtracted from a token's logit for each time it was generated.
+      repetition_penalty: divisor of positive logits, and factor of others, of tokens in prompt or answer.
+      logit_bias: numbers to add to logits, by token id.
+      allowed_token_ids: the only tokens that may be generated; null for all.
+      bad_words: words that are not generated.
       n: answers to each prompt.
       seed: seed of the first answer; the others use consecutive seeds. Null for a random seed.
       stop: string or strings that end an answer.
@@ -103,6 +118,13 @@ class GenerationRequest(ModelRequest, ABC):
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    logit_bias: Biases = Field(default_factory=dict)
+    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    bad_words: list[Word] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
@@ -147,11 +169,22 @@ class GenerationRequest(ModelRequest, ABC):
           logprobs: number of alternatives of each token, or None.
         """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        _, grammar = self.read_grammar()
         with report_errors_of("temperature"):  # The other parameters have been checked.
-            top_k = None if self.top_k < 1 else self.top_k
-            samplings = [
-                Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
-            ]
+            sampling = Sampling(
+                temperature=self.temperature,
+                top_k=None if self.top_k < 1 else self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias,
+                allowed_token_ids=self.allowed_token_ids,
+                bad_words=self.bad_words,
+                grammar=grammar,
+            )
+            samplings = [replace(sampling, seed=(seed + i) % SEEDS) for i in range(self.n)]
         stop_tokens = () if self.ignore_eos else stop_tokens
         return [
             EngineRequest(
@@ -186,6 +219,15 @@ class GenerationRequest(ModelRequest, ABC):
         if room < fewest:
             raise make_length_error(param, len(prompt), fewest, max_model_len)
         return room
+
+    def _check_shaping(self, model: TextModel, sampling: Sampling) -> None:
+        """Raise `RequestError` if the engine would refuse what changes the logits of a request."""
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+            with report_errors_of(name):
+                token_biases(model, Sampling(**{name: getattr(sampling, name)}))
+        with report_errors_of("bad_words"):
+            token_biases(model, sampling)
+        self.check_grammar(model)
 
     def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
         """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request.
@@ -260,6 +302,7 @@ class CompletionRequest(GenerationRequest):
         limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
         requests = self._build_requests(zip(prompts, limits, strict=True), (), self.logprobs)
         self._check_stops(requests[0], model)
+        self._check_shaping(model, requests[0].sampling)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
 
@@ -323,6 +366,7 @@ class ChatRequest(GenerationRequest):
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
         self._check_stops(requests[0], model)
+        self._check_shaping(model, requests[0].sampling)
         return [replace(request, new_text=not self.continue_final_message) for request in requests]
 
     @property

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import Serving
+from zdc_jax.generation.grammar import warm_up
 from zdc_jax.server.app import make_app
 
 FLUSH_SECONDS = 5
@@ -90,6 +91,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and print the address."""
+        await asyncio.to_thread(warm_up, self._engine.model)
         await super().startup(sockets)
         print(f"serving {self._name} at {self.address}", flush=True)
 
