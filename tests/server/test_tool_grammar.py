@@ -1,6 +1,7 @@
 """Grammars of tool calls: random walks through them are calls with arguments of the schemas."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from tiny_tokenizers import ascii_tokenizer
 from zdc_jax import Sampling
 from zdc_jax.conversation.tools.formats import HERMES, LLAMA3, MISTRAL
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.guide import Guide
 from zdc_jax.server.tool_grammar import tool_call_grammar
 
@@ -33,17 +35,17 @@ TOOLS = [
 ]
 
 
-def walk(grammar, seed: int) -> str:
+def walk(grammar, seed: int, model=MODEL) -> str:
     """Generate a text from random choices; half of the time it stops where it may."""
-    guide, rng, tokens = Guide.of(MODEL, Sampling(grammar=grammar), (STOP,)), np.random.default_rng(seed), []
+    guide, rng, tokens = Guide.of(model, Sampling(grammar=grammar), (STOP,)), np.random.default_rng(seed), []
     while not guide.is_complete:
         allowed = np.flatnonzero(np.unpackbits(guide.mask().view(np.uint8), bitorder="little"))
         stops = STOP in allowed and rng.random() < 0.5
         tokens.append(STOP if stops else int(rng.choice(allowed)))
         guide.accept(tokens[-1:])
         if tokens[-1] == STOP:
-            return MODEL.tokenizer.decode(tokens[:-1])
-    return MODEL.tokenizer.decode(tokens)
+            return model.tokenizer.decode(tokens[:-1])
+    return model.tokenizer.decode(tokens)
 
 
 def calls(text: str) -> list[dict]:
@@ -78,6 +80,16 @@ def test_a_named_tool_and_another_format():
     assert all(json.loads(text) == [call] for text in texts)
     grammar = tool_call_grammar(TOOLS[1:2], LLAMA3, MODEL.tokenizer, parallel=False)
     assert json.loads(walk(grammar, 0)) == {"name": "look", "parameters": {"at": "sky"}}
+
+
+def test_marks_may_be_tokens_of_text():
+    tokenizer = ascii_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    model = SimpleNamespace(tokenizer=tokenizer, config=replace(LLAMA, vocab_size=tokenizer.get_vocab_size()))
+    (call,) = calls(walk(tool_call_grammar(TOOLS[1:2], HERMES, tokenizer, parallel=False), 0, model))
+    assert fits(call)
+    texts = {walk(Grammar.choice(["<tool_call>", "no"]), seed, model) for seed in range(8)}
+    assert texts == {"<tool_call>", "no"}
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class GrammarCompiler:
         extended.add_special_tokens([END])
         self.end = int(extended.token_to_id(END) or 0)
         self.vocab = max(vocab, self.end + 1)
-        arguments = extended.to_str(), self.vocab, self.end
+        arguments = _write_tokenizer(extended), self.vocab, self.end
         self._library = grammar_process
         self._folder = tempfile.TemporaryDirectory(prefix="zdc-grammars-")
         self._path = str(Path(self._folder.name) / "socket")
@@ -218,6 +218,26 @@ class GrammarCompiler:
                 if self._process.poll() is not None or time.monotonic() > until:
                     raise PromptError("the process that tries grammars has ended; restart") from error
                 time.sleep(0.02)
+
+
+def _write_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return `tokenizer.json` with added tokens that are text, such as `<b>`, among the other tokens.
+
+    llguidance takes added tokens in angle brackets for special ones, and then fails where a grammar has their
+    text.
+    """
+    content = json.loads(tokenizer.to_str())
+    vocab, kept = content["model"].get("vocab"), []
+    for token in content["added_tokens"]:
+        text = token["content"]
+        # Other characters are written in another way in some vocabularies.
+        is_plain = isinstance(vocab, dict) and text.isascii() and text.isprintable() and " " not in text
+        if is_plain and not token["special"]:
+            vocab[text] = token["id"]
+        else:
+            kept.append(token)
+    content["added_tokens"] = kept
+    return json.dumps(content)
 
 
 def _end_process(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -64,10 +64,10 @@ def tool_call_grammar(
     """
     schema = json.dumps(tool_call_schema(tools, format.arguments) | {"x-guidance": JSON})
     added = tokenizer.get_added_tokens_decoder()
-    special = {each.content: token for token, each in added.items() if each.special}
+    tokens = {each.content: token for token, each in added.items()}
 
     def write_mark(mark: str) -> str:
-        return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+        return f"<[{tokens[mark]}]>" if mark in tokens else json.dumps(mark)
 
     def repeat(call: str, separator: str) -> str:
         return f"{call} ({json.dumps(separator)} {call})*" if parallel else call
