@@ -1,6 +1,5 @@
 """`zdc serve`: an HTTP server with OpenAI's API."""
 
-import asyncio
 import os
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -11,9 +10,10 @@ from rich.console import Console
 
 from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, show_default
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.errors import PromptError
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.server.listening import KEEP_ALIVE, Listening
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 """Packages of the extra `serve`."""
@@ -30,6 +30,9 @@ class Serve:
       host: Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts
         connections from any machine.
       port: Port to listen on; 0 picks a free one.
+      keep_alive: Seconds that an idle connection stays open.
+      allowed_origins: Origins of web pages that may use the server from a browser, such as
+        https://example.com; * for all.
       name: Model name that clients send.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
@@ -53,6 +56,8 @@ class Serve:
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     host: str = "127.0.0.1"
     port: int = 8000
+    keep_alive: float = KEEP_ALIVE
+    allowed_origins: Annotated[tuple[str, ...], show_default("none")] = ()
     name: Annotated[str | None, show_default("name of the folder")] = None
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
@@ -70,37 +75,50 @@ class Serve:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"zdc serve needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
         self._check()
+        listening = Listening(host=self.host, port=self.port, keep_alive=self.keep_alive)
         config = self._config()
         plan = self.flags.build(self.path)
         name = self.name or self.path.resolve().name
         if self.replicas is None:
-            self._serve_alone(config, plan, name)
+            self._serve_alone(config, plan, name, listening)
         else:
-            self._serve_replicas(self.replicas, config, plan, name)
+            self._serve_replicas(self.replicas, config, plan, name, listening)
 
-    def _serve_alone(self, config: EngineConfig, plan: CompressionPlan | None, name: str) -> None:
+    def _serve_alone(
+        self, config: EngineConfig, plan: CompressionPlan | None, name: str, listening: Listening
+    ) -> None:
         from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
         config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
-        check_address(self.host, self.port)
+        listening.check()
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
         with Engine(model, config) as engine:
             serve(
                 engine,
                 name=name,
                 api_key=os.environ.get(KEY) or None,
-                host=self.host,
-                port=self.port,
+                listening=listening,
+                allowed_origins=self.allowed_origins,
                 drain_seconds=self.drain_seconds,
             )
 
     def _serve_replicas(
-        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str
+        self,
+        replicas: int,
+        config: EngineConfig,
+        plan: CompressionPlan | None,
+        name: str,
+        listening: Listening,
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
                 f"--mesh {self.mesh}: not with --replicas {replicas}, as each has one device; drop one flag"
+            )
+        if listening != Listening(host=self.host, port=self.port):
+            raise PromptError(
+                f"--keep-alive {self.keep_alive}: not with --replicas {replicas}, whose connections HAProxy "
+                "holds; drop one flag"
             )
         if find_spec("ray") is None:
             raise PromptError(f"--replicas {replicas}: needs ray; run: pip install 'zdc-jax[ray]'")
@@ -116,14 +134,16 @@ class Serve:
             dtype=self.dtype,
             max_positions=self.max_positions,
             drain_seconds=self.drain_seconds,
+            allowed_origins=self.allowed_origins,
         )
-        check_address(self.host, self.port)
+        listening.check()
         serve_replicas(settings, host=self.host, port=self.port)
 
     def _check(self) -> None:
         """Raise `PromptError` for values that would fail only after the model is loaded, or never."""
-        if not 0 <= self.port <= 65535:  # The system would use it modulo 65536.
-            raise PromptError(f"--port {self.port}: must be 0 to 65535")
+        from zdc_jax.server.middleware import check_origins
+
+        check_origins(self.allowed_origins)
         if self.replicas is not None and self.replicas < 1:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
@@ -138,14 +158,3 @@ class Serve:
             decode_steps=self.decode_steps,
             max_waiting=self.max_waiting,
         )
-
-
-def check_address(host: str, port: int) -> None:
-    """Raise `PromptError` if no server can listen: the port is taken, or the host is not of this machine."""
-
-    async def listen() -> None:
-        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
-        server.close()
-
-    with foreign_errors_as(PromptError, f"cannot listen on --host {host} --port {port}"):
-        asyncio.run(listen())

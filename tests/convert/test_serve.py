@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,8 +14,8 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
-from convert.cli.serve import check_address
 from zdc_jax import generate, load
+from zdc_jax.server.listening import Listening
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,13 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
     )
 
 
+def test_replicas_leave_connections_to_haproxy(folder, capsys):
+    assert main(["serve", str(folder), "--replicas", "2", "--keep-alive", "9"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --keep-alive 9.0: not with --replicas 2, whose connections HAProxy holds; drop one flag\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
@@ -78,6 +86,14 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
         ("--port", "-5", "--port -5: must be 0 to 65535"),
         ("--replicas", "0", "--replicas 0: must be at least 1"),
         ("--drain-seconds", "nan", "--drain-seconds nan: must be a finite number, at least 0"),
+        ("--keep-alive", "0", "--keep-alive 0.0: must be a finite number of seconds above 0"),
+        ("--keep-alive", "inf", "--keep-alive inf: must be a finite number of seconds above 0"),
+        (
+            "--allowed-origins",
+            "https://a.example/",
+            "--allowed-origins https://a.example/: must be * or an origin such as https://example.com:8080, "
+            "in lower case and without a path",
+        ),
         ("--drain-seconds", "-1", "--drain-seconds -1.0: must be a finite number, at least 0"),
     ],
 )
@@ -97,12 +113,12 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
     assert "in use" in line
     for host in ("192.0.2.1", "no such host", "a" * 64):  # The first address belongs to no machine.
         assert main(["serve", str(folder), "--host", host, "--port", "0"]) == 2
-        assert f"cannot listen on --host {host} --port 0: " in capsys.readouterr().err
+        assert f"cannot listen on --host {shlex.quote(host)} --port 0: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_addresses_that_can_be_listened_at(host):
-    check_address(host, 0)
+    Listening(host=host, port=0).check()
 
 
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):

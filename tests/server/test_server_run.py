@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from fake_engine import ANSWER, FakeEngine
 
 from zdc_jax.server.app import make_app
+from zdc_jax.server.listening import Listening
 from zdc_jax.server.run import Server
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -28,8 +30,14 @@ class Running:
 
     def __init__(self):
         self.engine = FakeEngine()
-        app = make_app(self.engine, name="tiny", api_key="key")
-        self.server = Server(app, self.engine, "tiny", "127.0.0.1", 0, drain_seconds=20)
+        self.server = Server(
+            make_app(self.engine, name="tiny", api_key="key"),
+            self.engine,
+            name="tiny",
+            listening=Listening(port=0, keep_alive=0.2),
+            drain_seconds=20,
+            allowed_origins=["https://chat.example"],
+        )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         until(lambda: self.server.started)
@@ -107,6 +115,43 @@ def test_a_client_that_does_not_wait_for_its_answer(running):
     assert running.http.post("/v1/completions", json={"prompt": "on"}).status_code == 200
 
 
+def test_idle_connections_close_after_the_chosen_time(running):
+    address = running.server.servers[0].sockets[0].getsockname()
+    with closing(HTTPConnection(*address, timeout=20)) as connection:
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b""
+        began = time.monotonic()
+        assert connection.sock.recv(1) == b""  # The server has closed it.
+        assert 0.1 < time.monotonic() - began < 4
+
+
+def test_silent_streams_get_comments_that_clients_skip(running, monkeypatch):
+    monkeypatch.setattr("zdc_jax.server.keep_alive.SILENCE_SECONDS", 0.05)
+    with running.http.stream("POST", "/v1/completions", json=HANGING | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert [next(lines) for _ in range(5)] == ["", ": keep-alive", "", ": keep-alive", ""]
+        running.engine.tickets[0].cancel()
+        assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
+    with openai.OpenAI(base_url=f"{running.server.address}/v1", api_key="key", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", prompt="on?", max_tokens=2, stream=True)
+        assert next(stream).choices[0].text == "in"
+        time.sleep(0.2)
+        running.engine.tickets[1].cancel()
+        with pytest.raises(openai.APIError, match="the request was cancelled"):
+            next(stream)
+
+
+def test_web_pages_of_allowed_origins_may_read_answers(running):
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, allowed in (("https://chat.example", True), ("https://other.example", False)):
+        preflight = running.http.options("/v1/completions", headers=ask | {"Origin": origin})
+        assert preflight.is_success == allowed
+        refused = running.http.post("/v1/completions", json={}, headers={"Origin": origin})
+        for answer in (preflight, refused):
+            assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+
+
 def test_the_end_waits_for_requests_and_takes_no_more(running):
     with ThreadPoolExecutor() as pool:
         ended = pool.submit(running.http.post, "/v1/chat/completions", json={"messages": HELLO})
@@ -128,8 +173,9 @@ def test_the_end_waits_for_requests_and_takes_no_more(running):
 
 SERVE = """
 from fake_engine import FakeEngine
+from zdc_jax.server.listening import Listening
 from zdc_jax.server.run import serve
-serve(FakeEngine(), name="tiny", port=0)
+serve(FakeEngine(), name="tiny", listening=Listening(port=0))
 print("ended")
 """
 

@@ -17,12 +17,13 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
 from zdc_jax.replicas.front import Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.app import KEY, make_app
+from zdc_jax.server.middleware import wrap
 
 CPUS = 0.1
 """CPUs that Ray reserves for a replica, few because GPUs limit the number of replicas."""
@@ -96,11 +97,12 @@ class FrontServer:
         model, max_model_len = settings.text_side()
         max_requests = settings.replicas * settings.max_requests
         self._front = Front(model, max_model_len, RayFleet(replicas), max_requests)
-        self._name = settings.name
+        self._settings = settings
 
-    def __serve_build_asgi_app__(self) -> Starlette:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application for Ray Serve."""
-        return make_app(self._front, name=self._name, api_key=os.environ.get(KEY) or None)
+        app = make_app(self._front, name=self._settings.name, api_key=os.environ.get(KEY) or None)
+        return wrap(app, allowed_origins=self._settings.allowed_origins)
 
 
 def build(settings: ReplicaSettings) -> serve.Application:

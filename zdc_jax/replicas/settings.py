@@ -24,6 +24,7 @@ class ReplicaSettings:
       dtype: dtype to run in, as in `load`.
       max_positions: longest context, as in `load`.
       drain_seconds: seconds that accepted requests have when a replica is shut down.
+      allowed_origins: origins of web pages that may read answers; `*` for all.
 
     Raises:
       PromptError: there is no replica, or the engine's configuration is invalid.
@@ -38,6 +39,7 @@ class ReplicaSettings:
     dtype: str | None = None
     max_positions: int | None = None
     drain_seconds: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

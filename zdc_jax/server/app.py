@@ -28,6 +28,7 @@ from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
+from zdc_jax.server.keep_alive import keep_alive
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
     ChatRequest,
@@ -220,7 +221,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with keep_alive(send) as send_or_beat:
+                await super().__call__(scope, receive, send_or_beat)
         finally:
             self._answers.cancel()
 

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 
 import uvicorn
@@ -10,6 +11,8 @@ from starlette.applications import Starlette
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.server.app import make_app
+from zdc_jax.server.listening import Listening
+from zdc_jax.server.middleware import wrap
 
 FLUSH_SECONDS = 5
 """Seconds that clients have to read the rest of their answers after the engine has ended."""
@@ -20,8 +23,8 @@ def serve(
     *,
     name: str,
     api_key: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    listening: Listening | None = None,
+    allowed_origins: Collection[str] = (),
     drain_seconds: float = 30,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and print a line with the address once the server is ready.
@@ -33,12 +36,13 @@ def serve(
       engine: engine that answers requests.
       name: name of the model in the API.
       api_key: key that clients must send; None for no key.
-      host: address to listen at. Only this machine can reach the default.
-      port: port to listen at; 0 for any free port.
+      listening: address to listen at; by default port 8000, for this machine only.
+      allowed_origins: origins of web pages that may read answers; `*` for all.
       drain_seconds: seconds that accepted requests have after the signal; then they are cancelled.
 
     Raises:
       ValueError: the key is empty.
+      PromptError: no browser sends such an origin.
       SystemExit: the server cannot listen at the address; the log says why.
     """
     app = make_app(engine, name=name, api_key=api_key)
@@ -46,7 +50,14 @@ def serve(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with suppress(KeyboardInterrupt):
-            Server(app, engine, name, host, port, drain_seconds).run()
+            Server(
+                app,
+                engine,
+                name=name,
+                listening=listening or Listening(),
+                allowed_origins=allowed_origins,
+                drain_seconds=drain_seconds,
+            ).run()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -58,23 +69,29 @@ class Server(uvicorn.Server):
       app: application from `make_app`.
       engine: engine of the application.
       name: name of the model in the API.
-      host: address to listen at.
-      port: port to listen at; 0 for any free port.
+      listening: address to listen at.
       drain_seconds: seconds that accepted requests have at shutdown.
+      allowed_origins: origins of web pages that may read answers.
     """
 
     def __init__(
-        self, app: Starlette, engine: Serving, name: str, host: str, port: int, drain_seconds: float
+        self,
+        app: Starlette,
+        engine: Serving,
+        *,
+        name: str,
+        listening: Listening,
+        drain_seconds: float,
+        allowed_origins: Collection[str] = (),
     ):
         super().__init__(
             uvicorn.Config(
-                app,
-                host=host,
-                port=port,
+                wrap(app, allowed_origins=allowed_origins),
                 ws="none",
                 lifespan="off",
                 log_level="warning",
                 timeout_graceful_shutdown=FLUSH_SECONDS,
+                **listening.to_uvicorn(),
             )
         )
         self._app, self._engine, self._name, self._drain_seconds = app, engine, name, drain_seconds
