@@ -1,5 +1,6 @@
 """`zdc serve`: an HTTP server with OpenAI's API."""
 
+import logging
 import os
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.server.listening import KEEP_ALIVE, Listening
+from zdc_jax.server.http_settings import KEEP_ALIVE, HttpSettings
+
+logger = logging.getLogger("zdc_jax.server")
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 """Packages of the extra `serve`."""
@@ -33,6 +36,7 @@ class Serve:
       keep_alive: Seconds that an idle connection stays open.
       allowed_origins: Origins of web pages that may use the server from a browser, such as
         https://example.com; * for all.
+      access_log: Log one line per request.
       name: Model name that clients send.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
@@ -58,6 +62,7 @@ class Serve:
     port: int = 8000
     keep_alive: float = KEEP_ALIVE
     allowed_origins: Annotated[tuple[str, ...], show_default("none")] = ()
+    access_log: bool = True
     name: Annotated[str | None, show_default("name of the folder")] = None
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
@@ -75,31 +80,38 @@ class Serve:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"zdc serve needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
         self._check()
-        listening = Listening(host=self.host, port=self.port, keep_alive=self.keep_alive)
+        settings = HttpSettings(
+            host=self.host,
+            port=self.port,
+            keep_alive=self.keep_alive,
+            allowed_origins=self.allowed_origins,
+            access_log=self.access_log,
+        )
         config = self._config()
+        _log_with_times()
         plan = self.flags.build(self.path)
         name = self.name or self.path.resolve().name
         if self.replicas is None:
-            self._serve_alone(config, plan, name, listening)
+            self._serve_alone(config, plan, name, settings)
         else:
-            self._serve_replicas(self.replicas, config, plan, name, listening)
+            self._serve_replicas(self.replicas, config, plan, name, settings)
 
     def _serve_alone(
-        self, config: EngineConfig, plan: CompressionPlan | None, name: str, listening: Listening
+        self, config: EngineConfig, plan: CompressionPlan | None, name: str, settings: HttpSettings
     ) -> None:
         from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
         config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
-        listening.check()
+        settings.check_address()
+        logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
         with Engine(model, config) as engine:
             serve(
                 engine,
                 name=name,
                 api_key=os.environ.get(KEY) or None,
-                listening=listening,
-                allowed_origins=self.allowed_origins,
+                settings=settings,
                 drain_seconds=self.drain_seconds,
             )
 
@@ -109,13 +121,13 @@ class Serve:
         config: EngineConfig,
         plan: CompressionPlan | None,
         name: str,
-        listening: Listening,
+        http: HttpSettings,
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
                 f"--mesh {self.mesh}: not with --replicas {replicas}, as each has one device; drop one flag"
             )
-        if listening != Listening(host=self.host, port=self.port):
+        if self.keep_alive != KEEP_ALIVE:
             raise PromptError(
                 f"--keep-alive {self.keep_alive}: not with --replicas {replicas}, whose connections HAProxy "
                 "holds; drop one flag"
@@ -136,14 +148,11 @@ class Serve:
             drain_seconds=self.drain_seconds,
             allowed_origins=self.allowed_origins,
         )
-        listening.check()
+        http.check_address()
         serve_replicas(settings, host=self.host, port=self.port)
 
     def _check(self) -> None:
         """Raise `PromptError` for values that would fail only after the model is loaded, or never."""
-        from zdc_jax.server.middleware import check_origins
-
-        check_origins(self.allowed_origins)
         if self.replicas is not None and self.replicas < 1:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
@@ -158,3 +167,11 @@ class Serve:
             decode_steps=self.decode_steps,
             max_waiting=self.max_waiting,
         )
+
+
+def _log_with_times() -> None:
+    """Log the start, requests and the end, each line with its time."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("zdc_jax.engine", "zdc_jax.server"):
+        logging.getLogger(name).setLevel(logging.INFO)

@@ -15,7 +15,7 @@ from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
 from zdc_jax import generate, load
-from zdc_jax.server.listening import Listening
+from zdc_jax.server.http_settings import HttpSettings
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """Start the server; yield its process and address."""
+    """Start the server; yield its process, its address and the file of its log."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    log = folder.parent / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
         assert found, line
         try:
-            yield process, found[1]
+            yield process, found[1], log
         finally:
             process.kill()
 
@@ -118,11 +124,16 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_addresses_that_can_be_listened_at(host):
-    Listening(host=host, port=0).check()
+    HttpSettings(host=host, port=0).check_address()
 
 
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
-    process, address = served
+    process, address, log = served
+    # Keys and values of 3 layers, 2 heads and 32 dimensions in float32.
+    assert "device: 1 x cpu; dtype: float32; plan: method zdc, 100.0%" in log.read_text()
+    assert f"cache: {3 * 2 * 2 * 32 * 4:,} bytes per token, room for 256 tokens" in log.read_text()
+    compiled = re.findall(r"compiled (\d+) of (\d+) programs", log.read_text())
+    assert compiled == [(str(i), str(len(compiled))) for i in range(1, len(compiled) + 1)]
     with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         asked = {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 12, "temperature": 0}
@@ -142,5 +153,6 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
-    process.send_signal(signal.SIGTERM)
+    assert len(re.findall(r" GET /v1/models: 200 in .* s, request \w{32}\n", log.read_text())) == 1
+    process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0

@@ -17,7 +17,7 @@ import pytest
 from fake_engine import ANSWER, FakeEngine
 
 from zdc_jax.server.app import make_app
-from zdc_jax.server.listening import Listening
+from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.run import Server
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,10 +33,9 @@ class Running:
         self.server = Server(
             make_app(self.engine, name="tiny", api_key="key"),
             self.engine,
-            name="tiny",
-            listening=Listening(port=0, keep_alive=0.2),
+            "tiny",
+            HttpSettings(port=0, keep_alive=0.2, allowed_origins=("https://chat.example",)),
             drain_seconds=20,
-            allowed_origins=["https://chat.example"],
         )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
@@ -172,10 +171,12 @@ def test_the_end_waits_for_requests_and_takes_no_more(running):
 
 
 SERVE = """
+import logging
 from fake_engine import FakeEngine
-from zdc_jax.server.listening import Listening
+from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.run import serve
-serve(FakeEngine(), name="tiny", listening=Listening(port=0))
+logging.basicConfig(level=logging.INFO, force=True)
+serve(FakeEngine(), name="tiny", settings=HttpSettings(port=0))
 print("ended")
 """
 
@@ -188,15 +189,30 @@ def test_signals_end_it():
             [sys.executable, "-c", SERVE],
             env=os.environ | {"PYTHONPATH": paths},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
+    def wait_for(stream, text):
+        return next(line for line in stream if text in line)
+
     with start() as first, start() as second:
-        for process, number in ((first, signal.SIGTERM), (second, signal.SIGINT)):
+        addresses = []
+        for process in (first, second):
             line = process.stdout.readline()
             assert line.startswith("serving tiny at http://127.0.0.1:")
-            assert httpx.get(line.split()[-1] + "/health").status_code == 200
-            process.send_signal(number)
-        for process in (first, second):
-            rest, _ = process.communicate(timeout=20)
-            assert (rest, process.returncode) == ("ended\n", 0)
+            addresses.append(line.split()[-1])
+            assert httpx.get(addresses[-1] + "/health").status_code == 200
+        first.send_signal(signal.SIGTERM)
+        asked = HANGING | {"stream": True}
+        with httpx.stream("POST", addresses[1] + "/v1/completions", json=asked) as answer:
+            lines = answer.iter_lines()  # Dropping it would close the connection.
+            assert next(lines).startswith("data: ")
+            second.send_signal(signal.SIGINT)
+            ending = wait_for(second.stderr, "ending: ")
+            # One request runs; the fake engine always says that four wait.
+            assert "requests that may finish within 30 s: 5; Ctrl-C ends at once\n" in ending
+            second.send_signal(signal.SIGINT)
+            assert second.wait(8) == -signal.SIGINT
+        rest, _ = first.communicate(timeout=20)
+        assert (rest, first.returncode) == ("ended\n", 0)

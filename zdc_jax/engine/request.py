@@ -36,6 +36,7 @@ class EngineRequest:
       salt: prefix-cache salt. Cached tokens are shared only between requests with the same salt.
       generated: first tokens of the answer, if another engine has already generated them. Only later tokens
         are reported, and they are those that one engine would have generated. Limits count all tokens.
+      id: name of the request in logs.
     """
 
     prompt: tuple[int, ...]
@@ -50,6 +51,7 @@ class EngineRequest:
     priority: int = 0
     salt: str = ""
     generated: tuple[int, ...] = ()
+    id: str = "-"
 
 
 class TokenLogprobs(NamedTuple):

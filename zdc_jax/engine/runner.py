@@ -11,6 +11,7 @@ one program that contains both, in a loop of known length.
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
-logger = logging.getLogger("zdc_jax")
+logger = logging.getLogger("zdc_jax.engine")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Clauses of the cache contract that the engine needs.
@@ -77,6 +78,9 @@ PREFILL_OPTIONS = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 XLA would merge the q and k projections into one product, and copy their weights together for every chunk.
 """
+
+Lowering = Callable[[], Lowered]
+"""Function that lowers a program."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +171,7 @@ class Runner:
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
-        # XLA compiles without Python's lock, so the next program is lowered meanwhile.
-        with ThreadPoolExecutor() as threads:
-            compiled = {name: threads.submit(lowered.compile) for name, lowered in self._lower_all()}
-        self._programs = {name: future.result() for name, future in compiled.items()}
+        self._programs = _compile_all(dict(self._list_programs()))
         self._check_memory()
 
     def reset(self) -> None:
@@ -302,11 +303,11 @@ class Runner:
             self._table = jax.device_put(self._pages.copy(), self._where)
         return self._table
 
-    def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield all programs with their names, those first that take longest to compile."""
+    def _list_programs(self) -> Iterator[tuple[str, Lowering]]:
+        """Yield the names of all programs and how to lower them; those that compile longest come first."""
         layout, widest = self.layout, self._widths[0]
 
-        def lower_prefill(step: Callable[..., Any], width: int) -> Lowered:
+        def lower_prefill(step: Callable[..., Any], width: int) -> Lowering:
             return self._lower(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
@@ -327,15 +328,15 @@ class Runner:
         for choice in choices:
             loop = partial(_decode_loop, self.steps, choice)
             yield _name_decode_loop(choice), self._lower(loop, _choose_decode_options(layout), *rows)
-        yield from self._lower_choosing()
+        yield from self._list_choosing()
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             save, restore = _jit_donated(_save_tail, self._tails), _jit_donated(_restore_tail, self._state)
-            yield "save tail", save.lower(self._tails, self._state.cache.own, pair)
-            yield "restore tail", restore.lower(self._state, self._tails, pair)
+            yield "save tail", partial(save.lower, self._tails, self._state.cache.own, pair)
+            yield "restore tail", partial(restore.lower, self._state, self._tails, pair)
 
-    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowered:
-        """Lower a program of layers whose packed inputs have this shape."""
+    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowering:
+        """Return how to lower a program of layers whose packed inputs have this shape."""
 
         def run(
             flat: Flat[Network], state: DecodeState, table: Array, packed: Array
@@ -347,7 +348,8 @@ class Runner:
         describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
         shardings = _get_shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        return program.lower(self._flat, self._state, describe(self._pages.shape), describe(packed_shape))
+        inputs = self._flat, self._state, describe(self._pages.shape), describe(packed_shape)
+        return partial(program.lower, *inputs)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
@@ -374,11 +376,11 @@ class Runner:
                     f"{free:,} are free; lower max_sequences, max_model_len or cache_tokens"
                 )
 
-    def _lower_choosing(self) -> Iterator[tuple[str, Lowered]]:
+    def _list_choosing(self) -> Iterator[tuple[str, Lowering]]:
         """Yield programs that choose tokens, and programs that score the tokens of a chunk."""
 
-        def lower(run: Callable[..., Any], *inputs: Any) -> Lowered:
-            return jax.jit(run, out_shardings=self._where).lower(self._flat_embeddings, *inputs)
+        def lower(run: Callable[..., Any], *inputs: Any) -> Lowering:
+            return partial(jax.jit(run, out_shardings=self._where).lower, self._flat_embeddings, *inputs)
 
         def describe(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
@@ -407,6 +409,26 @@ class Runner:
     def _pad_width(self, tokens: int) -> int:
         """Return the width of the program for a chunk: a power of two, at most the capacity."""
         return min(bucket(tokens), self.layout.capacity)
+
+
+def _compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
+    """Compile programs and log each of them, since all together take up to minutes."""
+    counter = itertools.count(1)
+
+    def compile_one(name: str, lowered: Lowered) -> Compiled:
+        began = time.monotonic()
+        program = lowered.compile()
+        seconds = time.monotonic() - began
+        logger.info("compiled %d of %d programs (%s: %.1f s)", next(counter), len(lowerings), name, seconds)
+        return program
+
+    # XLA compiles without Python's lock, so the next program is lowered meanwhile.
+    threads = ThreadPoolExecutor()
+    try:
+        futures = {name: threads.submit(compile_one, name, lower()) for name, lower in lowerings.items()}
+        return {name: future.result() for name, future in futures.items()}
+    finally:
+        threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
 
 
 def _choose_decode_options(layout: Layout) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
 from zdc_jax.replicas.front import Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.app import KEY, make_app
+from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.middleware import wrap
 
 CPUS = 0.1
@@ -102,7 +103,8 @@ class FrontServer:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application for Ray Serve."""
         app = make_app(self._front, name=self._settings.name, api_key=os.environ.get(KEY) or None)
-        return wrap(app, allowed_origins=self._settings.allowed_origins)
+        origins = self._settings.allowed_origins
+        return wrap(app, HttpSettings(allowed_origins=origins, access_log=False))
 
 
 def build(settings: ReplicaSettings) -> serve.Application:

@@ -1,18 +1,21 @@
 """HTTP server process: `serve` listens on a port until it receives a signal."""
 
 import asyncio
+import logging
 import signal
 import socket
-from collections.abc import Collection
 from contextlib import suppress
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.server.app import make_app
-from zdc_jax.server.listening import Listening
+from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.middleware import wrap
+
+logger = logging.getLogger("zdc_jax.server")
 
 FLUSH_SECONDS = 5
 """Seconds that clients have to read the rest of their answers after the engine has ended."""
@@ -23,26 +26,24 @@ def serve(
     *,
     name: str,
     api_key: str | None = None,
-    listening: Listening | None = None,
-    allowed_origins: Collection[str] = (),
+    settings: HttpSettings | None = None,
     drain_seconds: float = 30,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and print a line with the address once the server is ready.
 
     After the signal new requests get status 503. Accepted requests have `drain_seconds` to finish; then the
-    engine is closed. Call this function on the main thread.
+    engine is closed. SIGINT after the first signal ends the process at once. Call this function on the main
+    thread.
 
     Args:
       engine: engine that answers requests.
       name: name of the model in the API.
       api_key: key that clients must send; None for no key.
-      listening: address to listen at; by default port 8000, for this machine only.
-      allowed_origins: origins of web pages that may read answers; `*` for all.
+      settings: address to listen at, by default port 8000 for this machine only, and more.
       drain_seconds: seconds that accepted requests have after the signal; then they are cancelled.
 
     Raises:
       ValueError: the key is empty.
-      PromptError: no browser sends such an origin.
       SystemExit: the server cannot listen at the address; the log says why.
     """
     app = make_app(engine, name=name, api_key=api_key)
@@ -50,14 +51,7 @@ def serve(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with suppress(KeyboardInterrupt):
-            Server(
-                app,
-                engine,
-                name=name,
-                listening=listening or Listening(),
-                allowed_origins=allowed_origins,
-                drain_seconds=drain_seconds,
-            ).run()
+            Server(app, engine, name, settings or HttpSettings(), drain_seconds).run()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -69,29 +63,21 @@ class Server(uvicorn.Server):
       app: application from `make_app`.
       engine: engine of the application.
       name: name of the model in the API.
-      listening: address to listen at.
+      settings: address to listen at, and more.
       drain_seconds: seconds that accepted requests have at shutdown.
-      allowed_origins: origins of web pages that may read answers.
     """
 
     def __init__(
-        self,
-        app: Starlette,
-        engine: Serving,
-        *,
-        name: str,
-        listening: Listening,
-        drain_seconds: float,
-        allowed_origins: Collection[str] = (),
+        self, app: Starlette, engine: Serving, name: str, settings: HttpSettings, drain_seconds: float
     ):
         super().__init__(
             uvicorn.Config(
-                wrap(app, allowed_origins=allowed_origins),
+                wrap(app, settings),
                 ws="none",
                 lifespan="off",
                 log_level="warning",
                 timeout_graceful_shutdown=FLUSH_SECONDS,
-                **listening.to_uvicorn(),
+                **settings.to_uvicorn(),
             )
         )
         self._app, self._engine, self._name, self._drain_seconds = app, engine, name, drain_seconds
@@ -107,8 +93,20 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         print(f"serving {self._name} at {self.address}", flush=True)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle the first signal; from then on SIGINT ends the process."""
+        super().handle_exit(sig, frame)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the engine, then the sockets; until then clients get status 503."""
         self._app.state.closing = True
+        stats = self._engine.stats()
+        if count := stats.running + stats.waiting:
+            logger.info(
+                "ending: requests that may finish within %g s: %d; Ctrl-C ends at once",
+                self._drain_seconds,
+                count,
+            )
         await asyncio.to_thread(self._engine.close, drain=True, timeout=self._drain_seconds)
         await super().shutdown(sockets)
