@@ -12,9 +12,10 @@ import tyro
 
 DESCRIPTION = """Compress the KV cache of a language model.
 
-`zdc compress` does all at once: it converts a model, calibrates it, and chooses and judges a plan. The other
+`zdc compress` does all at once: it converts a model, calibrates it, and finds and judges a plan. The other
 commands are its steps, and those that use a model: generate, chat, serve.
-`zdc COMMAND --help` lists the flags of a command; `zdc --version` prints the version."""
+`zdc COMMAND --help` lists the flags of a command; `zdc --version` prints the version.
+Compiled programs are kept in the user's folder for caches; `zdc --no-program-cache COMMAND` keeps none."""
 SUMMARIES = {
     "compress": (
         "Convert a model, calibrate it, choose a plan and judge it; then `zdc serve OUTPUT` uses the plan."

@@ -17,7 +17,7 @@ from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 from rich.console import Console
 
-from convert.cli import entry
+from convert.cli import entry, programs
 from convert.cli.basis_report import report_basis
 from convert.cli.main import SUMMARIES, import_command, main
 from convert.cli.plan import _report_savings
@@ -242,9 +242,12 @@ def test_warnings_are_one_line_and_hooks_are_put_back(folder, plan, capsys):
 
 
 def test_the_alias_converts(folder, tmp_path, monkeypatch, capsys):
+    kept: list[Path] = []
+    monkeypatch.setattr(programs, "keep_programs", kept.append)
     monkeypatch.setattr(sys, "argv", ["zdc-convert", str(folder / "hf"), str(tmp_path / "model")])
     assert entry.main_convert() == 0
     assert capsys.readouterr().out.startswith("converted ")
+    assert kept == [programs.find_folder()]
 
 
 def test_missing_packages_are_one_line(monkeypatch, capsys):
@@ -454,9 +457,10 @@ def test_the_list_of_commands_has_the_first_lines_of_their_help(name):
 def test_the_list_of_commands_imports_none_of_them():
     code = """
 import sys
-from convert.cli.main import main
+from convert.cli.entry import main
+sys.argv = ["zdc", "--help"]
 try:
-    main(["--help"])
+    main()
 finally:
     print(*sys.modules)
 """
