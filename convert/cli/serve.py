@@ -1,7 +1,7 @@
 """`zdc serve`: an HTTP server with OpenAI's API."""
 
 import logging
-import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Annotated
@@ -10,11 +10,12 @@ import tyro
 from rich.console import Console
 
 from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, show_default
+from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.server.http_settings import KEEP_ALIVE, HttpSettings
+from zdc_jax.server.http_settings import HttpSettings
 
 logger = logging.getLogger("zdc_jax.server")
 
@@ -30,13 +31,6 @@ class Serve:
 
     Attributes:
       path: Converted folder.
-      host: Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts
-        connections from any machine.
-      port: Port to listen on; 0 picks a free one.
-      keep_alive: Seconds that an idle connection stays open.
-      allowed_origins: Origins of web pages that may use the server from a browser, such as
-        https://example.com; * for all.
-      access_log: Log one line per request.
       name: Model name that clients send.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
@@ -58,11 +52,7 @@ class Serve:
 
     path: ModelFolder
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keep_alive: float = KEEP_ALIVE
-    allowed_origins: Annotated[tuple[str, ...], show_default("none")] = ()
-    access_log: bool = True
+    http: Annotated[HttpFlags, tyro.conf.arg(name="")] = field(default_factory=HttpFlags)
     name: Annotated[str | None, show_default("name of the folder")] = None
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
@@ -79,64 +69,49 @@ class Serve:
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"zdc serve needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        from zdc_jax.server.api_keys import collect_keys
+
         self._check()
-        settings = HttpSettings(
-            host=self.host,
-            port=self.port,
-            keep_alive=self.keep_alive,
-            allowed_origins=self.allowed_origins,
-            access_log=self.access_log,
-        )
-        config = self._config()
+        http, keys, config = self.http.build(), collect_keys(self.http.api_key_file), self._config()
         _log_with_times()
         plan = self.flags.build(self.path)
         name = self.name or self.path.resolve().name
         if self.replicas is None:
-            self._serve_alone(config, plan, name, settings)
+            self._serve_alone(config, plan, name, http, keys)
         else:
-            self._serve_replicas(self.replicas, config, plan, name, settings)
+            self._serve_replicas(self.replicas, config, plan, name, http)
 
     def _serve_alone(
-        self, config: EngineConfig, plan: CompressionPlan | None, name: str, settings: HttpSettings
-    ) -> None:
-        from zdc_jax.server.app import KEY
-        from zdc_jax.server.run import serve
-
-        config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
-        settings.check_address()
-        logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
-        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
-        with Engine(model, config) as engine:
-            serve(
-                engine,
-                name=name,
-                api_key=os.environ.get(KEY) or None,
-                settings=settings,
-                drain_seconds=self.drain_seconds,
-            )
-
-    def _serve_replicas(
         self,
-        replicas: int,
         config: EngineConfig,
         plan: CompressionPlan | None,
         name: str,
         http: HttpSettings,
+        keys: Sequence[str],
+    ) -> None:
+        from zdc_jax.server.run import serve
+
+        config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
+        http.check_files_and_address()
+        logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
+        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
+        with Engine(model, config) as engine:
+            serve(engine, name=name, api_keys=keys, settings=http, drain_seconds=self.drain_seconds)
+
+    def _serve_replicas(
+        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str, http: HttpSettings
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
                 f"--mesh {self.mesh}: not with --replicas {replicas}, as each has one device; drop one flag"
             )
-        if self.keep_alive != KEEP_ALIVE:
-            raise PromptError(
-                f"--keep-alive {self.keep_alive}: not with --replicas {replicas}, whose connections HAProxy "
-                "holds; drop one flag"
-            )
+        self.http.check_replicas(replicas)
         if find_spec("ray") is None:
             raise PromptError(f"--replicas {replicas}: needs ray; run: pip install 'zdc-jax[ray]'")
         from zdc_jax.replicas.run import serve_replicas
         from zdc_jax.replicas.settings import ReplicaSettings
 
+        key_file = self.http.api_key_file
         settings = ReplicaSettings(
             path=str(self.path.resolve()),
             name=name,
@@ -146,10 +121,11 @@ class Serve:
             dtype=self.dtype,
             max_positions=self.max_positions,
             drain_seconds=self.drain_seconds,
-            allowed_origins=self.allowed_origins,
+            api_key_file=None if key_file is None else str(key_file.resolve()),
+            allowed_origins=http.allowed_origins,
         )
-        http.check_address()
-        serve_replicas(settings, host=self.host, port=self.port)
+        http.check_files_and_address()
+        serve_replicas(settings, host=http.host, port=http.port)
 
     def _check(self) -> None:
         """Raise `PromptError` for values that would fail only after the model is loaded, or never."""

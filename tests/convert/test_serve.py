@@ -15,6 +15,7 @@ from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
 from zdc_jax import generate, load
+from zdc_jax.server.api_keys import collect_keys
 from zdc_jax.server.http_settings import HttpSettings
 
 
@@ -92,6 +93,8 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
         ("--port", "-5", "--port -5: must be 0 to 65535"),
         ("--replicas", "0", "--replicas 0: must be at least 1"),
         ("--drain-seconds", "nan", "--drain-seconds nan: must be a finite number, at least 0"),
+        ("--root-path", "llm/", "--root-path llm/: must start with / and not end with it, such as /llm"),
+        ("--ssl-keyfile", "key.pem", "--ssl-keyfile key.pem: needs a certificate, too; add --ssl-certfile"),
         ("--keep-alive", "0", "--keep-alive 0.0: must be a finite number of seconds above 0"),
         ("--keep-alive", "inf", "--keep-alive inf: must be a finite number of seconds above 0"),
         (
@@ -122,9 +125,42 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
         assert f"cannot listen on --host {shlex.quote(host)} --port 0: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ssl-certfile", "{}"], "--ssl-certfile {}: cannot be loaded: "),
+        (["--ssl-certfile", "{}/no"], "--ssl-certfile {}/no: cannot be loaded: "),
+        (["--api-key-file", "{}"], "--api-key-file {}: contains no key; write one key per line"),
+        (["--api-key-file", "{}/no"], "--api-key-file {}/no: cannot be read: "),
+        (["--uds", "{}"], "cannot listen on --uds {}: it is a file, not a socket"),
+        (["--uds", "{}/no/socket"], "cannot listen on --uds {}/no/socket: "),
+        (["--uds", "{}" + "x" * 100], "cannot listen on --uds {}" + "x" * 100 + ": "),
+        (["--uds", "{}.sock", "--port", "80"], "not together with --host 127.0.0.1 and --port 80; drop"),
+    ],
+)
+def test_files_are_refused_before_the_model_is_loaded(folder, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    file = tmp_path / "file"
+    file.write_text("# no key here\n\n")
+    assert main(["serve", str(folder), *(flag.format(file) for flag in flags)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message.format(file) in line
+
+
+def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst \n\nsécond\n")
+    monkeypatch.delenv("ZDC_API_KEY", raising=False)
+    assert collect_keys(None) == ()
+    assert collect_keys(file) == ("first", "sécond")
+    monkeypatch.setenv("ZDC_API_KEY", "sesame")
+    assert collect_keys(file) == ("sesame", "first", "sécond")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_addresses_that_can_be_listened_at(host):
-    HttpSettings(host=host, port=0).check_address()
+    HttpSettings(host=host, port=0).check_files_and_address()
 
 
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):

@@ -14,8 +14,8 @@ from zdc_jax.server.middleware import wrap
 PROMPT = {"prompt": "on", "max_tokens": 2}
 
 
-def make_client(engine: FakeEngine, *, api_key: str | None = None, **settings: object) -> TestClient:
-    app = wrap(make_app(engine, name="tiny", api_key=api_key), HttpSettings(**settings))
+def make_client(engine: FakeEngine, *, api_keys: tuple[str, ...] = (), **settings: object) -> TestClient:
+    app = wrap(make_app(engine, name="tiny", api_keys=api_keys), HttpSettings(**settings))
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -40,7 +40,7 @@ def test_other_requests_get_an_id_of_their_own(sent):
 def test_refused_and_failed_requests_have_ids_and_may_be_read_by_allowed_pages(caplog):
     engine = FakeEngine()
     engine.submit = lambda request, notify: 1 / 0
-    client = make_client(engine, api_key="key", allowed_origins=("*",))
+    client = make_client(engine, api_keys=("key",), allowed_origins=("*",))
     with caplog.at_level(logging.INFO, "zdc_jax.server"):
         for key, status in (("wrong", 401), ("key", 500)):
             headers = {"Authorization": f"Bearer {key}", "X-Request-Id": key, "Origin": "https://a.example"}
@@ -65,3 +65,11 @@ def test_lines_can_be_left_out(caplog):
         answer = make_client(FakeEngine(), access_log=False).get("/health")
     assert "x-request-id" in answer.headers
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/llm/v1/models", "/llm/llm/v1/models", "/llmv1/models", "/llm"]
+)
+def test_a_proxy_may_strip_the_root_path_or_not(path):
+    answer = make_client(FakeEngine(), root_path="/llm").get(path)
+    assert answer.status_code == (200 if path in ("/v1/models", "/llm/v1/models") else 404)

@@ -1,6 +1,8 @@
 import json
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import openai
 import pytest
 from fake_engine import ANSWER, FakeEngine
 
+from zdc_jax.errors import PromptError
 from zdc_jax.server.app import make_app
 from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.run import Server
@@ -23,26 +26,23 @@ from zdc_jax.server.run import Server
 HELLO = [{"role": "user", "content": "hello"}]
 HANGING = {"prompt": "on?"}
 TESTS = Path(__file__).parents[1]
+CERTIFICATE = Path(__file__).with_name("localhost.pem")
+"""Certificate that signs itself, and its key. It is valid until 2120."""
 
 
 class Running:
-    """A server in a thread, on a port of its own."""
+    """A server in a thread."""
 
-    def __init__(self):
+    def __init__(self, settings: HttpSettings, **client: object):
         self.engine = FakeEngine()
-        self.server = Server(
-            make_app(self.engine, name="tiny", api_key="key"),
-            self.engine,
-            "tiny",
-            HttpSettings(port=0, keep_alive=0.2, allowed_origins=("https://chat.example",)),
-            drain_seconds=20,
-        )
+        app = make_app(self.engine, name="tiny", api_keys=["key"])
+        self.server = Server(app, self.engine, "tiny", settings, drain_seconds=20)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         until(lambda: self.server.started)
-        self.http = httpx.Client(
-            base_url=self.server.address, headers={"Authorization": "Bearer key"}, timeout=20
-        )
+        address = "http://socket" if settings.uds else self.server.address
+        headers = {"Authorization": "Bearer key"}
+        self.http = httpx.Client(base_url=address, headers=headers, timeout=20, **client)
 
     def end(self) -> None:
         """Stop the server and wait until all is closed."""
@@ -63,7 +63,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    running = Running()
+    running = Running(HttpSettings(port=0, keep_alive=0.2, allowed_origins=("https://chat.example",)))
     yield running
     running.end()
 
@@ -149,6 +149,34 @@ def test_web_pages_of_allowed_origins_may_read_answers(running):
         refused = running.http.post("/v1/completions", json={}, headers={"Origin": origin})
         for answer in (preflight, refused):
             assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+
+
+def test_https_ends_although_a_client_does_not_confirm_it(monkeypatch):
+    monkeypatch.setattr("zdc_jax.server.run.FLUSH_SECONDS", 0.2)
+    trusting = ssl.create_default_context(cafile=CERTIFICATE)
+    running = Running(HttpSettings(port=0, ssl_certfile=CERTIFICATE), verify=trusting)
+    try:
+        assert running.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert running.server.address.startswith("https://127.0.0.1:")
+    finally:
+        running.end()
+
+
+def test_a_unix_domain_socket(tmp_path):
+    path = tmp_path / "zdc.sock"
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(path))  # A server that was killed leaves its socket.
+    settings = HttpSettings(uds=path)
+    settings.check_files_and_address()
+    running = Running(settings, transport=httpx.HTTPTransport(uds=str(path)))
+    try:
+        assert running.http.get("/v1/models").status_code == 200
+        assert running.server.address == f"http+unix://{path}"
+        with pytest.raises(PromptError, match="another server listens there"):
+            settings.check_files_and_address()
+    finally:
+        running.end()
+    assert not path.exists()
 
 
 def test_the_end_waits_for_requests_and_takes_no_more(running):

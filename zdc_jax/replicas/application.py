@@ -5,9 +5,9 @@ Requests pass through HAProxy, `FrontServer` (the HTTP API, which resumes answer
 this module needs the extra `ray`.
 """
 
-import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -22,7 +22,8 @@ from starlette.types import ASGIApp
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
 from zdc_jax.replicas.front import Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
-from zdc_jax.server.app import KEY, make_app
+from zdc_jax.server.api_keys import collect_keys
+from zdc_jax.server.app import make_app
 from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.middleware import wrap
 
@@ -102,9 +103,10 @@ class FrontServer:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application for Ray Serve."""
-        app = make_app(self._front, name=self._settings.name, api_key=os.environ.get(KEY) or None)
-        origins = self._settings.allowed_origins
-        return wrap(app, HttpSettings(allowed_origins=origins, access_log=False))
+        settings = self._settings
+        keys = collect_keys(Path(settings.api_key_file) if settings.api_key_file else None)
+        app = make_app(self._front, name=settings.name, api_keys=keys)
+        return wrap(app, HttpSettings(allowed_origins=tuple(settings.allowed_origins), access_log=False))
 
 
 def build(settings: ReplicaSettings) -> serve.Application:

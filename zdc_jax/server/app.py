@@ -1,24 +1,15 @@
 """Routes of the server: OpenAI's completions, chats and models, vLLM's tokenize, health and metrics."""
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_json
 from starlette.applications import Starlette
-from starlette.authentication import (
-    AuthCredentials,
-    AuthenticationBackend,
-    AuthenticationError,
-    SimpleUser,
-)
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
@@ -27,7 +18,8 @@ from tokenizers import Tokenizer
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
-from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
+from zdc_jax.server.api_keys import make_guard
+from zdc_jax.server.errors import HANDLERS, RequestError, report_errors_of
 from zdc_jax.server.keep_alive import keep_alive
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
@@ -40,14 +32,12 @@ from zdc_jax.server.protocol import (
 )
 from zdc_jax.server.replies import Reply, make_reply
 
-KEY = "ZDC_API_KEY"
-"""Environment variable with the API key that clients must send; empty for no key."""
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
 
 
 def make_app(
-    engine: Serving, *, name: str, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    engine: Serving, *, name: str, api_keys: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -56,14 +46,12 @@ def make_app(
     Args:
       engine: engine that answers requests; the caller closes it.
       name: name of the model in the API.
-      api_key: key that clients must send, except to `/health` and `/metrics`; None for no key.
+      api_keys: keys of which clients must send one, except to `/health` and `/metrics`; none for no key.
       max_body_bytes: largest request; larger ones are refused.
 
     Raises:
-      ValueError: the key is empty.
+      ValueError: a key is empty.
     """
-    if api_key == "":
-        raise ValueError("api_key='' must be a non-empty key, or None for no key")
     api = Api(engine, name, Metrics(engine, name))
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
@@ -72,43 +60,17 @@ def make_app(
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
     ]
-    guard = []
-    if api_key is not None:
-        guard = [Middleware(AuthenticationMiddleware, ApiKey(api_key), _on_unauthorized)]
     app = Starlette(
         routes=[
             Route("/health", api.health),
             Route("/metrics", api.show_metrics),
-            Mount("/", routes=routes, middleware=guard),
+            Mount("/", routes=routes, middleware=make_guard(api_keys)),
         ],
         exception_handlers=HANDLERS,
         max_body_size=max_body_bytes,
     )
     app.state.closing = False
     return app
-
-
-@dataclass(frozen=True)
-class ApiKey(AuthenticationBackend):
-    """Authentication by the header `Authorization: Bearer KEY`."""
-
-    key: str
-
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
-        """Compare keys in constant time; raise `AuthenticationError` if they differ."""
-        scheme, _, sent_key = conn.headers.get("authorization", "").partition(" ")
-        # Starlette decodes header bytes as Latin-1, whatever their encoding.
-        same = hmac.compare_digest(sent_key.strip().encode("latin-1"), self.key.encode())
-        if scheme.lower() != "bearer" or not same:
-            raise AuthenticationError(
-                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
-            )
-        return AuthCredentials(), SimpleUser("")
-
-
-def _on_unauthorized(conn: HTTPConnection, error: AuthenticationError) -> Response:
-    refused = RequestError(str(error), status=401, code="invalid_api_key")
-    return make_response(refused, {"WWW-Authenticate": "Bearer"})
 
 
 @dataclass(frozen=True)

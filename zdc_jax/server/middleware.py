@@ -83,4 +83,15 @@ def wrap(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["Retry-After", HEADER],
         )
+    if settings.root_path:
+        app = _set_root_path(app, settings.root_path)
     return RequestLog(app, settings.access_log)
+
+
+def _set_root_path(app: ASGIApp, root_path: str) -> ASGIApp:
+    """Return an application that also serves paths with a prefix, which a proxy may strip or not."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "root_path": root_path}, receive, send)
+
+    return run

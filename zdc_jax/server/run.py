@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from types import FrameType
 
@@ -25,7 +26,7 @@ def serve(
     engine: Serving,
     *,
     name: str,
-    api_key: str | None = None,
+    api_keys: Collection[str] = (),
     settings: HttpSettings | None = None,
     drain_seconds: float = 30,
 ) -> None:
@@ -38,15 +39,15 @@ def serve(
     Args:
       engine: engine that answers requests.
       name: name of the model in the API.
-      api_key: key that clients must send; None for no key.
+      api_keys: keys of which clients must send one; none for no key.
       settings: address to listen at, by default port 8000 for this machine only, and more.
       drain_seconds: seconds that accepted requests have after the signal; then they are cancelled.
 
     Raises:
-      ValueError: the key is empty.
+      ValueError: a key is empty.
       SystemExit: the server cannot listen at the address; the log says why.
     """
-    app = make_app(engine, name=name, api_key=api_key)
+    app = make_app(engine, name=name, api_keys=api_keys)
     # uvicorn raises its signals again after it has ended. For the caller both should be a normal end.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -80,13 +81,17 @@ class Server(uvicorn.Server):
                 **settings.to_uvicorn(),
             )
         )
-        self._app, self._engine, self._name, self._drain_seconds = app, engine, name, drain_seconds
+        self._app, self._engine, self._name = app, engine, name
+        self._settings, self._drain_seconds = settings, drain_seconds
 
     @property
     def address(self) -> str:
         """URL of the server, once it has started."""
+        scheme = "http" if self._settings.ssl_certfile is None else "https"
+        if self._settings.uds is not None:
+            return f"{scheme}+unix://{self._settings.uds.resolve()}"
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and print the address."""
@@ -110,3 +115,7 @@ class Server(uvicorn.Server):
             )
         await asyncio.to_thread(self._engine.close, drain=True, timeout=self._drain_seconds)
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # TLS clients may never confirm the end.
+            connection.transport.abort()
+        if self._settings.uds is not None:
+            self._settings.uds.unlink(missing_ok=True)
