@@ -417,7 +417,7 @@ def test_an_engine_does_not_suffer_from_a_server_that_has_gone():
         Answers.submit(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
 
     late = Late()
-    late.stats = EngineStats
+    late.stats, late.max_model_len = EngineStats, 9
     asyncio.run(ask())
     late.notify(Event(finish_reason="cancelled"))
 

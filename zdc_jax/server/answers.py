@@ -39,7 +39,7 @@ class Answers:
             for index, request in enumerate(requests):
                 if name is not None:
                     request = replace(request, id=name if len(requests) == 1 else f"{name}-{index}")
-                notify = answers._make_callback(index, Stopwatch(metrics))
+                notify = answers._make_callback(index, Stopwatch(metrics, request))
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
             answers.cancel()
