@@ -5,9 +5,8 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
@@ -16,49 +15,17 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fake_engine import ANSWER, FakeEngine
+from fake_engine import ANSWER
+from running_server import Running, until
 
 from zdc_jax.errors import PromptError
-from zdc_jax.server.app import make_app
 from zdc_jax.server.http_settings import HttpSettings
-from zdc_jax.server.run import Server
 
 HELLO = [{"role": "user", "content": "hello"}]
 HANGING = {"prompt": "on?"}
 TESTS = Path(__file__).parents[1]
 CERTIFICATE = Path(__file__).with_name("localhost.pem")
 """Certificate that signs itself, and its key. It is valid until 2120."""
-
-
-class Running:
-    """A server in a thread."""
-
-    def __init__(self, settings: HttpSettings, **client: object):
-        self.engine = FakeEngine()
-        app = make_app(self.engine, name="tiny", api_keys=["key"])
-        self.server = Server(app, self.engine, "tiny", settings, drain_seconds=20)
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
-        until(lambda: self.server.started)
-        address = "http://socket" if settings.uds else self.server.address
-        headers = {"Authorization": "Bearer key"}
-        self.http = httpx.Client(base_url=address, headers=headers, timeout=20, **client)
-
-    def end(self) -> None:
-        """Stop the server and wait until all is closed."""
-        self.server.should_exit = True
-        self.thread.join(20)
-        self.http.close()
-        assert not self.thread.is_alive()
-
-
-def until(happened: Callable[[], bool]) -> None:
-    """Wait for a condition, but not forever."""
-    for _ in range(1000):
-        if happened():
-            return
-        time.sleep(0.01)
-    pytest.fail("nothing happened")
 
 
 @pytest.fixture

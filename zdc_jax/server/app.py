@@ -22,6 +22,7 @@ from zdc_jax.server.api_keys import make_guard
 from zdc_jax.server.errors import HANDLERS, RequestError, report_errors_of
 from zdc_jax.server.keep_alive import keep_alive
 from zdc_jax.server.metrics import Metrics
+from zdc_jax.server.page import show_page
 from zdc_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -46,7 +47,7 @@ def make_app(
     Args:
       engine: engine that answers requests; the caller closes it.
       name: name of the model in the API.
-      api_keys: keys of which clients must send one, except to `/health` and `/metrics`; none for no key.
+      api_keys: keys of which clients must send one, except to `/`, `/health` and `/metrics`.
       max_body_bytes: largest request; larger ones are refused.
 
     Raises:
@@ -62,6 +63,7 @@ def make_app(
     ]
     app = Starlette(
         routes=[
+            Route("/", show_page),
             Route("/health", api.health),
             Route("/metrics", api.show_metrics),
             Mount("/", routes=routes, middleware=make_guard(api_keys)),

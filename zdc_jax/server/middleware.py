@@ -92,6 +92,7 @@ def _set_root_path(app: ASGIApp, root_path: str) -> ASGIApp:
     """Return an application that also serves paths with a prefix, which a proxy may strip or not."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "root_path": root_path}, receive, send)
+        path = scope["path"] + "/" * (scope["path"] == root_path)
+        await app({**scope, "root_path": root_path, "path": path}, receive, send)
 
     return run
