@@ -13,6 +13,7 @@ from conftest import LLAMA
 from tiny_tokenizers import chat_tokenizer
 
 from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import Busy, EngineRequest, EngineStats, Event, TokenLogprobs
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
@@ -23,12 +24,14 @@ END = 1
 FAILS, HANGS = "!", "?"
 """Ends of completion prompts that fail after a token, or wait until they are cancelled."""
 CACHED = 3
+TOKENIZER = chat_tokenizer()
+"""One tokenizer for all models, since each that compiles grammars starts a process."""
 
 
 def chat_model(**changes: object) -> SimpleNamespace:
     """Return the parts of a model that a server needs."""
     special = {"eos_token": "<|im_end|>"}
-    model = {"tokenizer": chat_tokenizer(), "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
+    model = {"tokenizer": TOKENIZER, "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
     return SimpleNamespace(**model | changes)
 
 
@@ -45,12 +48,19 @@ class FakeTicket:
 class FakeEngine:
     """A fake `Serving` with a thread per request; `submitted` and `tickets` list accepted requests."""
 
-    def __init__(self, model: SimpleNamespace | None = None, room: int = 100):
+    def __init__(
+        self,
+        model: SimpleNamespace | None = None,
+        room: int = 100,
+        answer: str = ANSWER,
+        max_model_len: int = 200,
+    ):
         """Start without requests.
 
         room: most requests at a time.
         """
-        self.model, self.max_model_len = model or chat_model(), 200
+        self.model, self.max_model_len = model or chat_model(), max_model_len
+        self._spelled = answer
         self.submitted: list[EngineRequest] = []
         self.tickets: list[FakeTicket] = []
         self._room, self._running, self._closed = room, 0, False
@@ -86,6 +96,11 @@ class FakeEngine:
             ticket.cancel()
         self._pool.shutdown()
 
+    def spell_answer(self) -> list[int]:
+        """Return the tokens of each answer, which repeat."""
+        tokenizer = self.model.tokenizer
+        return [5, 6] if tokenizer is None else tokenizer.encode(self._spelled).ids
+
     def _answer(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> None:
         try:
             last = self._spell(request, ticket, notify)
@@ -98,9 +113,10 @@ class FakeEngine:
         """Notify about all events except the last, which is returned."""
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
-        stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
-        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop))
-        answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        stop_ids = resolve_stop_ids(self.model, request)
+        before = () if request.new_text else request.prompt
+        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop), before=before)
+        answer = self.spell_answer()
         row.append(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
         of_prompt = prompt_logprobs(request)

@@ -1,11 +1,13 @@
 """Tokenizers of every kind that a model may have."""
 
 import lzma
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from conftest import reference_data
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 
 def byte_tokenizer(vocab: int) -> Tokenizer:
@@ -14,6 +16,14 @@ def byte_tokenizer(vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def ascii_tokenizer() -> Tokenizer:
+    """Return a tokenizer of 97 tokens: the printable characters of ASCII, newline and tab."""
+    names = [*map(chr, range(ord("!"), ord("~") + 1)), "Ġ", "Ċ", "ĉ"]
+    tokenizer = byte_tokenizer(0)
+    tokenizer.model = models.BPE({name: index for index, name in enumerate(names)}, [])
     return tokenizer
 
 
@@ -35,6 +45,43 @@ def metaspace() -> Tokenizer:
     tokenizer = sentencepiece()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
+
+
+def gemma() -> Tokenizer:
+    """Return a tokenizer like Gemma's, BPE without a space before the first word; it adds runs of spaces."""
+    pieces = ["▁", *"thesaidcom,", "▁▁", "▁t", "he", "▁the"]
+    vocab = {piece: index for index, piece in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + pieces)}
+    merges = [("▁", "▁"), ("▁", "t"), ("h", "e"), ("▁t", "he")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken("<bos>", special=True)])
+    tokenizer.add_tokens([AddedToken(spaces, normalized=False) for spaces in ("▁▁", "\n\n")])
+    return tokenizer
+
+
+def whole_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, special ones left out.
+
+    `tokenizers` replaces each byte of an invalid run of byte tokens. With Metaspace it drops all spaces of a
+    first word. SentencePiece does neither.
+    """
+    if tokenizer.token_to_id("<0x00>") is None:
+        return tokenizer.decode(tokens)
+    has_bytes = not isinstance(tokenizer.decoder, decoders.Metaspace)
+    special = {name for name, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    names = [tokenizer.id_to_token(token) for token in tokens if token not in special]
+    parts = [
+        bytes.fromhex(name[3:5])
+        if has_bytes and re.fullmatch("<0x..>", name)
+        else name.replace("▁", " ").encode()
+        for name in names
+        if name is not None
+    ]
+    text = b"".join(parts).decode(errors="replace")
+    return text.removeprefix(" " if tokenizer.token_to_id("<bos>") is None else "")
 
 
 def demo() -> Tokenizer:

@@ -22,6 +22,7 @@ from zdc_jax.generation.api import Delta as Delta
 from zdc_jax.generation.api import Generation as Generation
 from zdc_jax.generation.api import generate as generate
 from zdc_jax.generation.api import stream as stream
+from zdc_jax.generation.grammar import Grammar as Grammar
 from zdc_jax.generation.sampling import Sampling as Sampling
 from zdc_jax.loading import LanguageModel as LanguageModel
 from zdc_jax.loading import load as load

@@ -44,6 +44,22 @@ class ChatError(ZDCError, ValueError):
     """Missing or unusable chat template, or messages that the template rejects."""
 
 
+class NonFiniteError(ZDCError, ArithmeticError):
+    """Results with NaN or Inf, mostly because activations exceed the dtype. The message names other dtypes.
+
+    Args:
+      what: what is not finite, for the beginning of the message.
+      dtype: dtype that the model runs in.
+    """
+
+    def __init__(self, what: str, dtype: str):
+        advice = {
+            "float16": "activations exceed its range; load the model with dtype bfloat16 or float32",
+            "bfloat16": "load the model with dtype float32; if that does not help, check weights and plan",
+        }.get(dtype, "check the weights with `zdc inspect --check`, and the plan")
+        super().__init__(f"{what} not finite (NaN or Inf) in dtype {dtype}: {advice}")
+
+
 class CacheMemoryError(ZDCError, MemoryError):
     """KV cache that exceeds the memory. The message names a size that fits."""
 

@@ -29,6 +29,9 @@ from zdc_jax.presets import resolve_plan
 
 logger = logging.getLogger("zdc_jax")
 
+OVERFLOWING = frozenset({"gemma3_text"})
+"""Families whose activations exceed the range of float16, as in vLLM."""
+
 
 class TextModel(Protocol):
     """Interface of a model for code that handles text only. `LanguageModel` and `TextSide` implement it."""
@@ -105,6 +108,7 @@ def load(
     mesh: MeshConfig | str | None = None,
     weights: WeightPlacement = "replicated",
     payload: Payload = "native",
+    reproducible: bool = False,
 ) -> LanguageModel:
     """Load a converted folder; with a plan, fold in the calibrated basis and store the plan's coordinates.
 
@@ -115,7 +119,8 @@ def load(
       plan: plan, path of its JSON file, or a preset (`zdc_jax.presets`): 8bit, 4bit, 3bit, small or none.
         None loads the unmodified model at full rank.
       basis: basis to fold in; requires a plan. Default: the basis stored by `zdc calibrate`.
-      dtype: dtype of weights, activations and cache. Default: dtype of the stored weights.
+      dtype: dtype of weights, activations and cache. Default: dtype of the stored weights, or bfloat16 for a
+        family whose activations exceed float16 (`OVERFLOWING`).
       max_positions: longest context, in tokens. Default: that of the checkpoint. Rotary scaling `yarn` and
         `dynamic` allow up to `factor` times the context of training. `longrope` and `dynamic` choose their
         frequencies by `max_positions`, not by the length of a prompt.
@@ -127,25 +132,29 @@ def load(
         dtype of the model. `float8` halves the bytes of 16-bit values. `coded` uses integers, on average a
         quarter of these bytes. Both round q and o, and also the keys and values in the cache of the prompt.
         Quantized caches exchange keys and values in their own format, and use the payload for q and o only.
+      reproducible: compute every token with the same arithmetic, whatever else a program computes. Results
+        then do not depend on chunk widths, cached prefixes or other sequences (`zdc_jax.model.tiles`). Slow.
 
     Raises:
-      CheckpointError: the folder or its chat template is unreadable, `dtype` is unknown, or `max_positions`
-        exceeds the limit of the model.
+      CheckpointError: the folder or its chat template is unreadable, `dtype` is unknown or too narrow for the
+        family, or `max_positions` exceeds the limit of the model.
       PlanError: the plan is corrupt, or made for another model or basis; `basis` without a plan that uses it.
       CalibrationError: the plan needs a basis and the folder has none, or the basis is of another model;
         `float8` or `coded` without a plan on a basis; `float8` with a basis of an older release.
       MeshError: the model cannot be divided over the mesh; there are too few devices; `gathered`, `float8`
-        or `coded` without a mesh.
+        or `coded` without a mesh; `reproducible` with one.
       ValueError: unknown `weights` or `payload`.
       NotImplementedError: `float8` or `coded` for a plan with token classes; a method that does not run on
         a mesh.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     check_options(dtype, mesh, weights, payload)
+    if reproducible and mesh is not None:
+        raise MeshError("reproducible=True runs on one device; leave out mesh= or reproducible=")
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     warn_without_kernels()
-    target = jnp.dtype(dtype or checkpoint.config.dtype)
+    target = jnp.dtype(choose_dtype(checkpoint.config, dtype))
     config = _read_config(checkpoint, max_positions)
     chat_template = ChatTemplate.of(checkpoint)
     plan, basis = _resolve_plan(checkpoint, plan, basis)
@@ -164,12 +173,35 @@ def load(
     layers = prepared_layers(stored, config, plan, basis, target, payload)
     network: Transformer | ShardedTransformer
     if devices is None:
-        network = Transformer(config, plan, embeddings, layers)
+        network = Transformer(config, plan, embeddings, layers, reproducible=reproducible)
     else:
         blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
         ends = Embeddings(embeddings, config)
         network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights, payload=payload)
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
+
+
+def choose_dtype(config: ModelConfig, dtype: str | None) -> str:
+    """Return the dtype to run in, of which the default is that of the stored weights.
+
+    Raises:
+      CheckpointError: activations of the family exceed the range of `dtype`.
+    """
+    chosen = dtype or config.dtype
+    if chosen != "float16" or config.family not in OVERFLOWING:
+        return chosen
+    supported = [name for name in DTYPES if name != "float16"]
+    if dtype is not None:
+        raise CheckpointError(
+            f"dtype={dtype!r}: activations of {config.family} exceed its range; choose one of {supported}"
+        )
+    logger.warning(
+        "activations of %s exceed float16, the dtype of the stored weights: running in bfloat16; "
+        "dtype may be one of %s",
+        config.family,
+        supported,
+    )
+    return "bfloat16"
 
 
 def _read_config(checkpoint: Checkpoint, max_positions: int | None) -> ModelConfig:

@@ -103,11 +103,17 @@ class Filled:
 
     def both(self) -> Any:
         """Read the same chunk and decode a token of all other sequences, in one program."""
-        return self.runner.prefill(self.chunks(1), self.decoding)
+        return self.together(1)
 
     def several(self) -> Any:
         """Read chunks of several sequences and decode a token of the others."""
-        return self.runner.prefill(self.chunks(self.runner.grouping.several), self.decoding)
+        return self.together(self.runner.grouping.several)
+
+    def together(self, count: int) -> Any:
+        """Read `count` chunks and decode a token of the others."""
+        *chosen, frontier = self.runner.prefill(self.chunks(count), self.decoding)
+        assert frontier is not None
+        return chosen, self.runner.choose_next(frontier, self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from convert.cli.flags import DtypeFlag, ModelFolder, PlanFlag, show_default, sh
 from convert.cli.output import check_output
 from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import EvaluationError, TextError
+from zdc_jax.errors import EvaluationError, NonFiniteError, TextError
 from zdc_jax.evaluation.answers import Protocol
 from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare, reads_text
 from zdc_jax.evaluation.text import read_documents
@@ -99,7 +99,10 @@ class Evaluate:
             "texts": [str(path) for path in self.texts],
             "seed": self.seed,
         }
-        text = json.dumps(report, indent=2)
+        try:
+            text = json.dumps(report, indent=2, allow_nan=False)
+        except ValueError as error:  # JSON has no NaN.
+            raise NonFiniteError("results are", network.dtype.name) from error
         console.print_json(text)
         if self.output is not None:
             with whole_file(self.output) as file:

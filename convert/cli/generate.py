@@ -74,6 +74,7 @@ class Generate:
         quarters them; both round.
       dtype: Dtype to run in.
       max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+      reproducible: Give a prompt the same answer in any batch and with any chunk width. Slow.
     """
 
     path: ModelFolder
@@ -90,6 +91,7 @@ class Generate:
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: DtypeFlag = None
     max_positions: MaxPositionsFlag = None
+    reproducible: bool = False
 
     def run(self, console: Console) -> None:
         if not self.prompts:
@@ -111,11 +113,12 @@ class Generate:
             max_positions=self.max_positions,
             mesh=mesh,
             payload=self.payload,
+            reproducible=self.reproducible,
         )
         inputs: Sequence[Prompt] = prompts
         if self.chat:
             inputs = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
-            options["stop_tokens"] = chat_stop_tokens(model)
+            options |= {"stop_tokens": chat_stop_tokens(model), "new_text": True}
         if self.stream:
             for delta in stream(model, inputs, self.max_new_tokens, **options):
                 print(delta.text if is_first else "", end="", flush=True)

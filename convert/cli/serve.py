@@ -31,7 +31,7 @@ class Serve:
 
     Attributes:
       path: Converted folder.
-      name: Model name that clients send.
+      name: Model name that clients send. Repeat the flag for further names.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
       cache_tokens: Tokens that the KV cache has room for. Not for methods that evict tokens, such as h2o, nor
@@ -48,12 +48,13 @@ class Serve:
         work by heads.
       dtype: Dtype to run in.
       max_positions: Longest context in tokens. More than the config has needs yarn or dynamic rotary scaling.
+      reproducible: Give a request the same answer whatever else runs and whatever is cached. Slow.
     """
 
     path: ModelFolder
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
     http: Annotated[HttpFlags, tyro.conf.arg(name="")] = field(default_factory=HttpFlags)
-    name: Annotated[str | None, show_default("name of the folder")] = None
+    name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, show_default("name of the folder")] = ()
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
     cache_tokens: Annotated[int | None, show_default("room for all requests, or what fits")] = None
@@ -65,6 +66,7 @@ class Serve:
     mesh: Annotated[str | None, show_default("one device")] = None
     dtype: DtypeFlag = None
     max_positions: MaxPositionsFlag = None
+    reproducible: bool = False
 
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
@@ -75,17 +77,17 @@ class Serve:
         http, keys, config = self.http.build(), collect_keys(self.http.api_key_file), self._config()
         _log_with_times()
         plan = self.flags.build(self.path)
-        name = self.name or self.path.resolve().name
+        names = self.name or (self.path.resolve().name,)
         if self.replicas is None:
-            self._serve_alone(config, plan, name, http, keys)
+            self._serve_alone(config, plan, names, http, keys)
         else:
-            self._serve_replicas(self.replicas, config, plan, name, http)
+            self._serve_replicas(self.replicas, config, plan, names, http)
 
     def _serve_alone(
         self,
         config: EngineConfig,
         plan: CompressionPlan | None,
-        name: str,
+        names: tuple[str, ...],
         http: HttpSettings,
         keys: Sequence[str],
     ) -> None:
@@ -94,12 +96,31 @@ class Serve:
         config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
         http.check_files_and_address()
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
-        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
+        model = load(
+            self.path,
+            plan,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            mesh=self.mesh,
+            reproducible=self.reproducible,
+        )
         with Engine(model, config) as engine:
-            serve(engine, name=name, api_keys=keys, settings=http, drain_seconds=self.drain_seconds)
+            serve(
+                engine,
+                name=names[0],
+                aliases=names[1:],
+                api_keys=keys,
+                settings=http,
+                drain_seconds=self.drain_seconds,
+            )
 
     def _serve_replicas(
-        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str, http: HttpSettings
+        self,
+        replicas: int,
+        config: EngineConfig,
+        plan: CompressionPlan | None,
+        names: tuple[str, ...],
+        http: HttpSettings,
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
@@ -114,12 +135,14 @@ class Serve:
         key_file = self.http.api_key_file
         settings = ReplicaSettings(
             path=str(self.path.resolve()),
-            name=name,
+            name=names[0],
+            aliases=names[1:],
             plan=plan,
             replicas=replicas,
             engine=asdict(config),
             dtype=self.dtype,
             max_positions=self.max_positions,
+            reproducible=self.reproducible,
             drain_seconds=self.drain_seconds,
             api_key_file=None if key_file is None else str(key_file.resolve()),
             allowed_origins=http.allowed_origins,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from convert.gguf.end_tokens import get_token_id, list_end_tokens
 from convert.gguf.reader import GGUF, to_shortest_decimals
 from convert.gguf.tensors import read_tensor
 from zdc_jax.errors import ConversionError
@@ -19,8 +20,6 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
 )
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 """Rotary settings that GGUF stores as tensors."""
-ENDS = ("eos", "eot", "eom")
-"""Names of the tokens that end a text, a turn or a message."""
 IGNORED_VALUES = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Values without effect, or that the tensors imply."""
 GEMMA3_27B_LAYERS = 62
@@ -98,6 +97,12 @@ def derive_settings(file: GGUF) -> dict[str, Any]:
       ConversionError: the architecture or a value is not supported, or a value is missing or malformed.
     """
     name = file.metadata.get("general.architecture")
+    if file.metadata.get("general.type") == "adapter":
+        kind = file.metadata.get("adapter.type")
+        raise ConversionError(
+            f"{file.path} is an adapter (adapter.type={kind!r:.80}), not a model; "
+            "merge it with llama.cpp's llama-export-lora, then convert the merged file"
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConversionError(
             f"{file.path}: general.architecture={name!r:.80} is not supported; supported are "
@@ -125,22 +130,13 @@ def derive_settings(file: GGUF) -> dict[str, Any]:
         "rms_norm_eps": values.get_number("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": not values.has_tensor("output.weight"),
-        "bos_token_id": _get_token_id(file, "bos"),
-        "eos_token_id": [token for name in ENDS if (token := _get_token_id(file, name)) is not None],
+        "bos_token_id": get_token_id(file, "bos"),
+        "eos_token_id": list_end_tokens(file),
         "rope_parameters": _derive_rope(values),
     }
     settings |= ARCHITECTURES[name].more(values)
     values.check_rest()
     return settings
-
-
-def _get_token_id(file: GGUF, name: str) -> int | None:
-    """Return the id of a special token, or None where the metadata have none."""
-    key, size = f"tokenizer.ggml.{name}_token_id", file.tensors["token_embd.weight"].shape[0]
-    value = file.metadata.get(key)
-    if value is not None and (type(value) is not int or not 0 <= value < size):
-        raise ConversionError(f"{key}={value!r:.80} must be an id below {size}")
-    return value
 
 
 # --- Rotary embedding ------------------------------------------------------------------------------------

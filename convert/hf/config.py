@@ -44,10 +44,27 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
     path, generation = folder / "config.json", folder / "generation_config.json"
     if (folder / "manifest.json").exists():
         raise ConversionError(f"{folder} is already converted; give the folder it was converted from")
+    _refuse_adapter(folder)
     if not path.exists() and (files := sorted(folder.glob("*.gguf"))):
         raise ConversionError(f"{folder} has no config.json; give one of its files, such as {files[0]}")
     return parse_settings(
         read_json(path), path, dtype=dtype, generation=read_json(generation) if generation.exists() else {}
+    )
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise `ConversionError` for a folder with an adapter, such as LoRA, and without a model's weights."""
+    path = folder / "adapter_config.json"
+    weights = ("model*.safetensors*", "pytorch_model*")
+    if not path.exists() or any(any(folder.glob(name)) for name in weights):
+        return
+    settings = read_json(path)
+    kind, base = settings.get("peft_type"), settings.get("base_model_name_or_path")
+    raise ConversionError(
+        f"{folder} is an adapter (peft_type={kind!r:.80}) of the model {base!r:.200}, not a model itself; "
+        "merge it, then convert the merged folder. In Python, with the package peft: AutoPeftModelForCausalLM"
+        f".from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged'). Copy the tokenizer "
+        "of the model to the merged folder"
     )
 
 

@@ -54,6 +54,8 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta = float(settings.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "su":
+        kind = "longrope"  # Renamed later.
     share = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise ConversionError(f"partial_rotary_factor={share!r:.80} is not supported; only 1 is")

@@ -35,7 +35,7 @@ from kernels_pallas.coded_scan import INDEX_BITS
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.loading import stored_basis
+from zdc_jax.loading import choose_dtype, stored_basis
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
 from zdc_jax.planning.coded_costs import coded_levels, coded_plan, key_shares
@@ -159,7 +159,7 @@ class CodedBooks:
         basis = stored_basis(checkpoint)
         options: dict[str, Any] = {"basis": basis, "dtype": dtype, "batch": batch, "journal": journal}
         levels = coded_levels(checkpoint.config.head_dim)
-        simulation = Simulation(checkpoint, basis, dtype or checkpoint.config.dtype, *levels)
+        simulation = Simulation(checkpoint, basis, choose_dtype(checkpoint.config, dtype), *levels)
         few = windows[:FEW_WINDOWS], documents[:FEW_DOCUMENTS]
         return cls(
             TrialBook(path, windows, documents, simulation=simulation, **options),

@@ -29,7 +29,7 @@ from zdc_jax.evaluation.perplexity import Predictions, bootstrap_interval, compa
 from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
-from zdc_jax.loading import load, stored_basis
+from zdc_jax.loading import choose_dtype, load, stored_basis
 from zdc_jax.methods import Rotations
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -135,7 +135,7 @@ class TrialBook:
                 self.basis.context_length,
             )
         self._profile, self._simulation = profile, simulation
-        self.dtype = jnp.dtype(dtype or self.config.dtype)
+        self.dtype = jnp.dtype(choose_dtype(self.config, dtype))
         self.windows, self.documents = windows, documents
         self.batch, self.journal = batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]

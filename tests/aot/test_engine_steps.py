@@ -15,10 +15,11 @@ from compiled import compiled, device
 from benchmarks.model.models import LLAMA_2_7B, build
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.engine import runner
+from zdc_jax.engine import choosing, runner
 from zdc_jax.engine.layout import Layout
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Frontier
 from zdc_jax.plan import CompressionPlan
 
@@ -190,8 +191,9 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("is_shaped", [False, True])
 @pytest.mark.parametrize("choice", get_args(Choice))
-def test_choosing_tokens_never_waits_for_the_host(choice):
+def test_choosing_tokens_never_waits_for_the_host(choice, is_shaped):
     # The vocabulary is sorted where a request samples.
     network = build(replace(CONFIG, vocab_size=32_000), rotated=True)
     leaves, tree = jax.tree.flatten(network.embeddings)
@@ -205,9 +207,11 @@ def test_choosing_tokens_never_waits_for_the_host(choice):
     )
     given = shape(jnp.int32, ROWS), shape(bool, ROWS), frontier, shape(jnp.int32, ROWS, 1 + WIDTH)
     placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
+    arrays = shape(jnp.int32, ROWS, 32_000), shape(jnp.float32, ROWS, 32_000), shape(jnp.int32, ROWS, 1_000)
+    shaping = Shaping(*arrays) if is_shaped else None
 
-    def run(leaves, *given):
-        return runner._choose_next(jax.tree.unflatten(tree, leaves), *given, choice)
+    def run(leaves, shaping, *given):
+        return choosing._choose_next(jax.tree.unflatten(tree, leaves), *given, choice, shaping)
 
-    step = jax.jit(run).trace(placed, *given).lower(lowering_platforms=("cuda",)).compile()
+    step = jax.jit(run).trace(placed, shaping, *given).lower(lowering_platforms=("cuda",)).compile()
     assert not WAITING.search(step.as_text())

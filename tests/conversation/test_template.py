@@ -31,7 +31,7 @@ CHATS = {
 }
 
 
-def in_transformers(source: str, messages: list, generate: bool, **options) -> str | None:
+def in_transformers(source: str, messages: list, generate: bool = False, **options) -> str | None:
     """Render a template with transformers; return None if the template refuses the messages."""
     try:
         (text,), _ = render_jinja_template(
@@ -55,6 +55,21 @@ def test_rendered_as_in_transformers(name, chat):
             assert found.render(CHATS[chat], add_generation_prompt=generate) == expected
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama2", "llama3", "gemma", "thinking"])
+@pytest.mark.parametrize("content", ["Yes, ", "<think>\nhm\n</think>\n\nYes", "", " é\n"])
+def test_a_message_is_continued_as_in_transformers(name, content):
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    expected = in_transformers(TEMPLATES[name], messages, continue_final_message=True)
+    found = ChatTemplate(TEMPLATES[name], SPECIAL)
+    text = found.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued():
+    with pytest.raises(ChatError, match="does not write the last message whole"):
+        ChatTemplate("{{ messages[0].content }}").render([*HELLO, *HELLO], continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("source", "options"),
     [
@@ -69,6 +84,23 @@ def test_options_are_variables_of_the_template(source, options):
         [HELLO], chat_template=source, add_generation_prompt=True, **(SPECIAL | options)
     )
     assert ChatTemplate(source, SPECIAL).render(HELLO, options) == expected
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": "é <"}}}
+TOOL_CHAT = [
+    *HELLO,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3 with tools", "mistral", "granite"])
+@pytest.mark.parametrize("messages", [HELLO, TOOL_CHAT], ids=["hello", "history"])
+def test_tools_are_rendered_as_in_transformers(name, messages):
+    expected = in_transformers(TEMPLATES[name], messages, True, tools=[ADD])
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, {"tools": [ADD]}) == expected
+    assert "add" in expected
 
 
 def test_an_option_that_is_not_read_is_refused():
@@ -131,8 +163,11 @@ def test_templates_that_cannot_be_used_are_one_error(source, said):
         ([], "at least one"),
         (["Hello"], r"messages\[0\]='Hello' must have a role"),
         ([*HELLO, {"role": "user"}], r"messages\[1\]=.* must have a role"),
-        ([{"role": "user", "content": "x", "name": "y"}], "nothing else"),
-        ([{"role": "tool", "content": "x"}], r"role='tool' must be one of \('system', 'user', 'assistant'\)"),
+        ([{"role": "user", "content": "x", "mood": "y"}], "may have name, reasoning_content, tool_call_id"),
+        (
+            [{"role": "critic", "content": "x"}],
+            r"role='critic' must be one of \('system', 'user', .*'tool'\)",
+        ),
         ([{"role": ["user"], "content": "x"}], "role="),
         ([{"role": "user", "content": None}], "content=None must be a string"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "must be a string"),
@@ -181,6 +216,7 @@ def test_of_several_templates_the_default_is_taken(source, tmp_path):
         model = converted(source, tmp_path / str(index), tokenizer_config__json=config)
         found = load(model).chat_template
         assert (found and found.source) == expected
+        assert (found and found.for_tools().source) == (found and GEMMA)
 
 
 def test_a_template_may_come_later(source, tmp_path):

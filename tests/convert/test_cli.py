@@ -401,12 +401,12 @@ FLAGS = {
     "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective constrained "
     "on-kernels trials minutes text-windows context seed batch dtype",
     "generate": f"plan {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
-    "max-positions distributed coordinator num-processes process-id join-timeout",
+    "max-positions reproducible distributed coordinator num-processes process-id join-timeout",
     "chat": f"plan {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
     "serve": "plan host port uds ssl-certfile ssl-keyfile root-path api-key-file keep-alive "
     "allowed-origins access-log "
     "name max-sequences max-model-len cache-tokens chunk decode-steps "
-    "max-waiting replicas drain-seconds mesh dtype max-positions",
+    "max-waiting replicas drain-seconds mesh dtype max-positions reproducible",
     "evaluate": "plan tasks contexts protocol max-documents batch seed dtype output",
     "inspect": "check",
     "demo": "source output",

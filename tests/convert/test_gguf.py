@@ -111,6 +111,33 @@ def test_all_tokens_that_end_are_kept(tmp_path):
     assert converted(path).config.eos_ids == (2, 4)
 
 
+def test_adapters_are_told_to_be_merged(tmp_path):
+    words = WORDS | {"general.type": "adapter", "adapter.type": "lora"}
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf", tokenizer=words)
+    refuse(path, r"a.gguf is an adapter \(adapter.type='lora'\), not a model; merge it")
+
+
+def test_tokens_that_end_by_lists_and_by_their_names(tmp_path):
+    tokens = list(WORDS["tokenizer.ggml.tokens"])
+    types = list(WORDS["tokenizer.ggml.token_type"])
+    # Qwen2.5-Coder's file names `<|im_end|>` only. A normal token is text, whatever its name.
+    tokens[10:14], types[10:14] = (
+        ["<|file_sep|>", "<|endoftext|>", "<|fim_middle|>", "<|eot_id|>"],
+        [3, 4, 3, 1],
+    )
+    words = WORDS | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    words |= {"tokenizer.ggml.eos_token_ids": [2, 7], "tokenizer.ggml.fim_pad_token_id": 9}
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf", tokenizer=words)
+    assert converted(path).config.eos_ids == (2, 9, 7, 10, 11)
+
+
+@pytest.mark.parametrize("ids", [3, [2, VOCAB], ["2"]])
+def test_lists_of_ends_that_are_no_tokens_are_refused(ids, tmp_path):
+    words = WORDS | {"tokenizer.ggml.eos_token_ids": ids}
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf", tokenizer=words)
+    refuse(path, r"tokenizer.ggml.eos_token_ids=.* must be")
+
+
 @pytest.mark.parametrize("token", [[2], "2", VOCAB, True])
 @pytest.mark.parametrize("name", ["bos", "eos", "eot"])
 def test_ends_that_are_no_tokens_are_refused(name, token, tmp_path):

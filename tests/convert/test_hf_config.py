@@ -129,6 +129,28 @@ def test_activations(theirs, ours, tmp_path):
         assert parse_config(tmp_path / name, "float32") == config
 
 
+def test_su_is_the_first_name_of_longrope(tmp_path):
+    settings = {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}
+    expected = parse("llama-mha", tmp_path / "new", **settings)
+    old = {name: value for name, value in LONGROPE.items() if name != "rope_type"} | {"type": "su"}
+    assert parse("llama-mha", tmp_path / "old", **settings | {"rope_scaling": old}) == expected
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_adapters_are_told_to_be_merged(with_config, tmp_path, monkeypatch):
+    folder = write_variant("llama-gqa", tmp_path / "hf")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "some/model"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    assert parse_config(folder, "float32").num_layers == 2, "a merged folder may keep the file"
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    if not with_config:
+        (folder / "config.json").unlink()
+    message = (
+        r"hf is an adapter \(peft_type='LORA'\) of the model 'some/model', not a model .*merge_and_unload"
+    )
+    refuse(folder, message, monkeypatch)
+
+
 def test_null_means_the_default(tmp_path):
     nulls = dict.fromkeys(
         ("head_dim", "rope_scaling", "num_key_value_heads", "attention_bias", "quantization_config")

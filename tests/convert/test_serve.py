@@ -31,6 +31,7 @@ def served(folder):
     """Start the server; yield its process, its address and the file of its log."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
+    command += ["--name", "tiny", "--name", "org/small"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
     log = folder.parent / "log"
     with (
@@ -171,7 +172,8 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
     compiled = re.findall(r"compiled (\d+) of (\d+) programs", log.read_text())
     assert compiled == [(str(i), str(len(compiled))) for i in range(1, len(compiled) + 1)]
     with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert [model.id for model in client.models.list()] == ["tiny", "org/small"]
+        assert client.models.retrieve("org/small").id == "org/small"
         asked = {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 12, "temperature": 0}
         whole = client.completions.create(**asked)
         (true,) = generate(load(folder), "w5 w6 w7", 12).completions
@@ -179,11 +181,9 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
         assert whole.usage.completion_tokens == len(true.tokens)
         pieces = [piece.choices[0].text for piece in client.completions.create(**asked, stream=True)]
         assert "".join(pieces) == true.text
-        with pytest.raises(
-            openai.BadRequestError,
-            match="max_tokens=300: 3 prompt tokens plus 300 new ones exceed max_model_len=128",
-        ):
-            client.completions.create(**asked | {"max_tokens": 300})
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 128 tokens") as refused:
+            client.completions.create(**asked | {"prompt": [5] * 128})
+        assert refused.value.code == "context_length_exceeded"
     with (
         openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),

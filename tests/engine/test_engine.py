@@ -1,6 +1,7 @@
 """Answers of an engine: equal to `generate` for each request alone, whatever else runs."""
 
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tiny_tokenizers import ascii_tokenizer, byte_tokenizer
+from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
@@ -19,6 +22,7 @@ from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
@@ -101,6 +105,14 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
     return found.completions[0].tokens
 
 
+def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
+    words = replace(model, tokenizer=Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, "w0")))
+    for own in (False, True):
+        job = Job(words, EngineRequest((5, 6), 2, new_text=own), (told := []).append, Job.cancel)
+        job.add_tokens([7, 8], Token(np.zeros(2), np.ones(2)))
+        assert told[0].text == ("w7 w8" if own else " w7 w8")
+
+
 def test_answers_are_those_of_generate(engine, model, tiny):
     requests = requests_of(tiny, 10)
     listeners = [ask(engine, request) for request in requests]
@@ -124,20 +136,6 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     assert hurried.tokens() == alone(model, urgent)
     assert all(hurried.ended_at < listener.ended_at for listener in listeners), "it waited for others to end"
     assert engine.stats().preemptions > before
-
-
-def test_nothing_compiles_once_it_runs(engine, tiny):
-    ask(engine, requests_of(tiny, 1)[0]).tokens()
-    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: (
-            compiled.append(name) if name.endswith("backend_compile_duration") else None
-        )
-    )
-    for listener in [ask(engine, request) for request in requests_of(tiny, 5, seed=3)]:
-        listener.tokens()
-    assert not compiled
 
 
 def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
@@ -209,6 +207,86 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
     assert not any(event.logprobs for event in several[2].events)
 
 
+WORDS = Sampling(allowed_token_ids=[40, 41], bad_words=[byte_tokenizer(LLAMA.vocab_size).decode([40, 41])])
+SHAPED = [
+    EngineRequest(tuple(range(3, 40)), 20, sampling, ignore_eos=True)
+    for sampling in (
+        Sampling(),
+        WORDS,
+        Sampling(0.8, seed=1, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={7: 3}),
+    )
+]
+"""Requests whose answers are chosen without options, with masks of the host, and with penalties."""
+
+
+@pytest.fixture
+def named(engine, model, monkeypatch) -> LanguageModel:
+    """Return the engine's model with a tokenizer."""
+    named = replace(model, tokenizer=byte_tokenizer(LLAMA.vocab_size))
+    monkeypatch.setattr(engine, "model", named)
+    return named
+
+
+def test_options_of_one_request_change_no_other(engine, named):
+    expected = [ask(engine, request).tokens() for request in SHAPED]
+    listeners = [ask(engine, request) for request in SHAPED]
+    assert [listener.tokens() for listener in listeners] == expected
+    counts = [max(len(event.tokens) for event in listener.events) for listener in listeners]
+    assert counts == [4, 1, 1], "only requests with options take one step at a time"
+    assert set(expected[1]) == {40, 41}
+    assert (40, 41) not in zip(expected[1], expected[1][1:], strict=False)
+    assert len({tokens[:5] for tokens in expected}) == 3
+    # A sequence without options takes the place of one with options, whose arrays are still there.
+    for tokens, request in zip(expected[:1] * 3, SHAPED[:1] * 3, strict=True):
+        assert ask(engine, request).tokens() == tokens
+
+
+def test_nothing_compiles_once_it_runs(engine, tiny, named):
+    ask(engine, requests_of(tiny, 1)[0]).tokens()
+    jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: (
+            compiled.append(name) if name.endswith("backend_compile_duration") else None
+        )
+    )
+    for listener in [ask(engine, request) for request in (*requests_of(tiny, 5, seed=3), *SHAPED)]:
+        listener.tokens()
+    assert not compiled
+
+
+def test_grammars_bind_their_requests_alone(engine, model, monkeypatch):
+    named = replace(model, tokenizer=ascii_tokenizer())
+    monkeypatch.setattr(engine, "model", named)
+    free = EngineRequest(tuple(range(3, 40)), 20, ignore_eos=True)
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 2}
+    blanks = dict.fromkeys(named.tokenizer.encode(" \n\t").ids, -100)
+    bound = Sampling(1.0, seed=3, grammar=Grammar.json(schema), logit_bias=blanks)
+    expected = ask(engine, free).tokens()
+    for prompt in (free.prompt, free.prompt[::-1]):
+        listeners = [ask(engine, free), ask(engine, replace(free, prompt=prompt, sampling=bound))]
+        assert listeners[0].tokens() == expected
+        listeners[1].tokens()
+        numbers = json.loads("".join(event.text for event in listeners[1].events))
+        assert all(0 <= number <= 99 for number in numbers)
+        assert listeners[1].reason == "stop"
+        assert max(len(event.tokens) for event in listeners[0].events) == 4
+    impossible = Sampling(grammar=Grammar.regex("[0-9]"), allowed_token_ids=[40])
+    listeners = [ask(engine, free), ask(engine, replace(free, sampling=impossible))]
+    assert listeners[0].tokens() == expected
+    listeners[1].tokens()
+    assert listeners[1].reason == "error"
+    assert "leave no token of allowed_token_ids" in listeners[1].events[-1].error
+
+
+@pytest.mark.full
+def test_answers_with_options_are_those_of_generate(engine, named):
+    urgent = [replace(request, priority=-1) for request in SHAPED]
+    listeners = [ask(engine, request) for request in (*SHAPED, *urgent)]
+    for request, listener in zip((*SHAPED, *urgent), listeners, strict=True):
+        assert listener.tokens() == alone(named, request)
+
+
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
     prefill, groups = engine._runner.prefill, []
 
@@ -259,7 +337,7 @@ def test_a_prompt_that_is_read_again_is_told_of_once(model):
 
     for begin, end in [(0, 4), (4, 8), (0, 6), (6, 10)]:
         job.add_scores(begin, end, scores(begin, end))
-    job.add_tokens([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (5,), (5,)))))
+    job.add_tokens([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (), (5,), (5,)))))
     found = told[0].prompt_logprobs
     assert [each.token for each in found] == list(prompt)
     assert [each.logprob for each in found] == [None, *(-float(i) for i in range(1, 10))]
@@ -325,13 +403,15 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ({"max_tokens": 200}, "max_tokens=200: 2 prompt tokens plus 200 new ones exceed max_model_len=160"),
         ({"max_tokens": 300}, "max_tokens=300: 2 prompt tokens plus 300 new ones exceed max_model_len=160"),
         ({"min_tokens": 9}, "min_tokens=9 must be a whole number from 0 to max_tokens=8"),
-        ({"logprobs": 6}, "logprobs=6 must be a whole number from 0 to 5"),
+        ({"logprobs": 21}, "logprobs=21 must be a whole number from 0 to 20"),
         ({"stop_tokens": tuple(range(20))}, "at most 16 are allowed"),
         ({"stop_tokens": None}, "stop_tokens=None must be a token id or a list"),
         ({"stop_tokens": (3, 2**40)}, f"token id {2**40} lies outside the vocabulary"),
         ({"stop": ("x",)}, "needs a model with a tokenizer"),
         ({"stop": (5,)}, "stop=.5,. must be a string"),
-        ({"logprobs": 2.5}, "logprobs=2.5 must be a whole number from 0 to 5"),
+        ({"logprobs": 2.5}, "logprobs=2.5 must be a whole number from 0 to 20"),
+        ({"sampling": Sampling(logit_bias={97: 1})}, "logit_bias: token id 97 lies outside the vocabulary"),
+        ({"sampling": Sampling(bad_words=["a"])}, "bad_words needs a model with a tokenizer"),
         ({"priority": "high"}, "priority='high' must be a whole number"),
         ({"salt": None}, "salt=None must be a string"),
         ({"salt": "\ud800"}, r"salt='\\ud800' must be a string"),

@@ -15,9 +15,16 @@ from zdc_jax.generation.sampling import Sampling
 from zdc_jax.plan import CompressionPlan
 
 PROMPT = tuple(range(3, 40))
+WORD = byte_tokenizer(LLAMA.vocab_size).decode([40, 41])
 REQUESTS = {
     "greedy": EngineRequest(PROMPT, 12, ignore_eos=True),
     "drawn": EngineRequest(PROMPT, 12, Sampling(0.9, top_k=20, top_p=0.9, seed=5), ignore_eos=True),
+    "penalties": EngineRequest(
+        PROMPT, 12, Sampling(0.9, seed=5, presence_penalty=1, repetition_penalty=1.5), ignore_eos=True
+    ),
+    "words": EngineRequest(
+        PROMPT, 12, Sampling(allowed_token_ids=[40, 41], bad_words=[WORD]), ignore_eos=True
+    ),
     "log-probabilities": EngineRequest(PROMPT, 12, ignore_eos=True, logprobs=2),
 }
 MATRIX = pytest.mark.matrix

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan
+from zdc_jax.errors import NonFiniteError
 from zdc_jax.evaluation import perplexity
 from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, is_far, predict, window_nll
+from zdc_jax.model.transformer import Transformer
 
 
 @pytest.fixture
@@ -49,6 +51,13 @@ def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, 
 
 
 @pytest.mark.matrix
+def test_predictions_that_are_not_finite_are_refused(tiny_opt: TinyModel):
+    broken = tiny_opt.embeddings | {"tokens": tiny_opt.embeddings["tokens"].at[5].set(jnp.inf)}
+    network = Transformer(tiny_opt.config, CompressionPlan.full(tiny_opt.config), broken, tiny_opt.layers)
+    with pytest.raises(NonFiniteError, match="in dtype float32: check the weights"):
+        predict(network, np.full((1, 8), 5, np.int32))
+
+
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)

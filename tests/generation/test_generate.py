@@ -230,6 +230,26 @@ def test_text_prompts(model):
     assert by_text.text == model.tokenizer.decode(list(by_text.tokens))
 
 
+def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
+    words = replace(model, tokenizer=Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, "w0")))
+    (completion,) = generate(words, [[5, 6]], 3, stop_tokens=()).completions
+    expected = " ".join(f"w{token}" for token in completion.tokens)
+    assert completion.text == f" {expected}"
+    assert generate(words, [[5, 6]], 3, stop_tokens=(), new_text=True).completions[0].text == expected
+
+
+def test_a_stop_string_that_is_a_special_token(model, prompts):
+    (free,) = generate(model, prompts[0], 12, stop_tokens=()).completions
+    at = next(n for n in range(1, 12) if free.tokens[n] not in free.tokens[:n])
+    tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
+    name = tokenizer.id_to_token(free.tokens[at])
+    tokenizer.add_special_tokens([name])
+    (result,) = generate(
+        replace(model, tokenizer=tokenizer), prompts[0], 12, stop_tokens=(), stop=name
+    ).completions
+    assert (result.tokens, result.finish_reason) == (free.tokens[: at + 1], "stop")
+
+
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
     sizes = steps.prefill._cache_size(), steps.decode._cache_size()

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import demo, sentencepiece
+from tiny_tokenizers import demo, sentencepiece, whole_text
 from tokenizers import Tokenizer
 
 from zdc_jax.generation.results import Completion
@@ -21,11 +21,11 @@ def brute_force(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> Com
     """Decode the first n tokens for every n."""
     for n in range(1, len(tokens) + 1):
         if tokens[n - 1] == STOP_ID:
-            return Completion(tuple(tokens[:n]), tokenizer.decode(tokens[: n - 1]), "stop")
-        text = tokenizer.decode(tokens[:n])
+            return Completion(tuple(tokens[:n]), whole_text(tokenizer, tokens[: n - 1]), "stop")
+        text = whole_text(tokenizer, tokens[:n])
         if any(string in text for string in stop):
             return Completion(tuple(tokens[:n]), text[: min(text.find(s) for s in stop if s in text)], "stop")
-    return Completion(tuple(tokens), tokenizer.decode(tokens), "length")
+    return Completion(tuple(tokens), whole_text(tokenizer, tokens), "length")
 
 
 @settings(max_examples=150, deadline=None)
@@ -35,13 +35,14 @@ def test_rows_end_where_brute_force_says(tokenizer, draw):
     ids = st.sampled_from([*common, *range(5, 9)]) | st.integers(0, tokenizer.get_vocab_size() - 1)
     tokens = draw.draw(st.lists(ids, min_size=1, max_size=30))
     tokens = tokens[: tokens.index(STOP_ID) + 1] if STOP_ID in tokens else tokens
-    text = tokenizer.decode(tokens)
+    text = whole_text(tokenizer, tokens)
     at = draw.draw(st.integers(0, len(text)))
     length = draw.draw(st.integers(1, 6))
     stop = [string for string in ("\n", "old m", text[at : at + length]) if string.strip("\ufffd")]
     stop = draw.draw(st.lists(st.sampled_from(stop), max_size=3))
     expected = brute_force(tokenizer, tokens, stop)
-    row, shown, given_tokens = OutputSequence(0, tokenizer, (STOP_ID,), StopStrings(stop)), "", ()
+    row = OutputSequence(0, tokenizer, (STOP_ID,), StopStrings(stop), before=())
+    shown, given_tokens = "", ()
     width = draw.draw(st.integers(1, 9))
     for start in range(0, len(tokens), width):
         delta = row.append(tokens[start : start + width], full=start + width >= len(tokens))

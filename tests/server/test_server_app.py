@@ -1,18 +1,26 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from chat_templates import CHATML, THINKING
 from fake_engine import ANSWER, CACHED, FAILS, FakeEngine, chat_model
 from starlette.testclient import TestClient
-from tiny_tokenizers import chat_tokenizer
+from tiny_tokenizers import ascii_tokenizer, chat_tokenizer
 
 from zdc_jax.conversation.prompt import chat_prompt
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
+from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
+from zdc_jax.server.body import read_body
+from zdc_jax.server.errors import RequestError
 from zdc_jax.server.metrics import Metrics
+from zdc_jax.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -148,6 +156,18 @@ def test_echo(client, prompt):
     assert body["choices"][0]["text"] == "on the" + "in"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_without_an_answer(client, stream):
+    asked = {"prompt": [[5, 6, 9]], "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
+    response = client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}})
+    bodies = events(response) if stream else [response.json()]
+    (choice,) = bodies[0]["choices"]
+    assert choice["text"] == chat_tokenizer().decode([5, 6, 9])
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert choice["finish_reason"] == "length"
+    assert bodies[-1]["usage"]["completion_tokens"] == 0
+
+
 @pytest.mark.parametrize("stop", [" it", ["never", " it"]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(client, stop, stream):
@@ -155,6 +175,12 @@ def test_stop_strings(client, stop, stream):
     chunks = events(response) if stream else [response.json()]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "in the end"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stop_string_that_is_a_special_token(client):
+    asked = {"prompt": "on", "stop": ["<|im_end|>"], "ignore_eos": True, "max_tokens": 50}
+    (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (ANSWER, "stop")
 
 
 def test_what_else_can_be_asked_for(client, engine):
@@ -172,6 +198,43 @@ def test_what_else_can_be_asked_for(client, engine):
     assert request.ignore_eos
     assert request.stop_tokens == (7,)
     assert (request.stop, request.salt) == ((), "me")
+
+
+def test_changes_of_logits(client, engine):
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5, "min_p": 0.25}
+    asked |= {"logit_bias": {"7": 1, "5": -100}, "allowed_token_ids": [5, 6], "bad_words": ["the"]}
+    assert client.post(COMPLETIONS, json=asked | {"prompt": "on", "seed": 1}).status_code == 200
+    expected = asked | {"logit_bias": {7: 1, 5: -100}, "temperature": 1.0, "top_p": 1.0, "seed": 1}
+    assert engine.submitted[0].sampling == Sampling(**expected)
+
+
+ASCII = ascii_tokenizer()
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("field", "grammar"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar.json()),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            Grammar.json(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json(SCHEMA)),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.choice(["a", "b"])),
+        ({"guided_json": SCHEMA}, Grammar.json(SCHEMA)),
+        ({"guided_regex": "[ab]+"}, Grammar.regex("[ab]+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar.text('root ::= "a"')),
+        ({"response_format": {"type": "text"}, "guided_json": None}, None),
+    ],
+    ids=str,
+)
+def test_grammars_of_answers(field, grammar):
+    engine = FakeEngine(chat_model(tokenizer=ASCII))
+    response = TestClient(make_app(engine, name="tiny")).post(COMPLETIONS, json=field | {"prompt": "on"})
+    assert response.status_code == 200, response.text
+    assert engine.submitted[0].sampling.grammar == grammar
 
 
 def test_logprobs_of_completions(client):
@@ -218,17 +281,35 @@ def test_logprobs_of_chats(client, stream):
 
 REFUSED = [
     {"best_of": 2},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -1},
-    {"logit_bias": {"5": 1}},
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": "1"},
+    {"repetition_penalty": 0},
+    {"min_p": 1.5},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"five": 1}},
+    {"logit_bias": {"97": 1}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [97]},
+    {"bad_words": [" "]},
+    {"bad_words": ["?"], "allowed_token_ids": chat_tokenizer().encode("?").ids},
     {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "obj"}}}},
+    {"structured_outputs": {"regex": "(a"}},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {"structural_tag": "a"}},
+    {"guided_json": "{"},
+    {"guided_regex": ""},
+    {"guided_choice": []},
+    {"guided_grammar": "start: x"},
+    {"guided_regex": "a", "guided_choice": ["a"]},
     {"suffix": "end"},
     {"n": 17},
     {"n": 0},
     {"max_tokens": 0},
     {"max_tokens": "5"},
-    {"logprobs": 6},
+    {"logprobs": 21},
     {"stop": [""]},
     {"stop": ["a"] * 17},
     {"stop_token_ids": [-1]},
@@ -240,11 +321,12 @@ REFUSED = [
 ]
 OF_COMPLETIONS = [{"prompt": []}, {"prompt": [5.5]}, {"prompt": {}}]
 OF_CHATS = [
-    {"top_logprobs": 6, "logprobs": True},
+    {"top_logprobs": 21, "logprobs": True},
     {"top_logprobs": 2},
     {"messages": None},
-    {"messages": [{"role": "tool", "content": "a"}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [{"role": "critic", "content": "a"}]},
+    {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+    {"reasoning_effort": "low"},
 ]
 
 
@@ -258,15 +340,97 @@ def test_fields_are_refused_by_name(client, engine, path, field):
     usual = {"prompt": "on"} if path == COMPLETIONS else {"messages": HELLO}
     described = error(client.post(path, json=usual | field), 404 if "model" in field else 400)
     assert described["type"] == "invalid_request_error"
-    assert described["param"] in field
+    assert described["param"].split("[")[0].split(".")[0] in field
     assert described["param"] in described["message"]
     assert not engine.submitted
 
 
-def test_neutral_values_are_taken(client):
-    neutral = {"best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": ""}
-    neutral |= {"response_format": {"type": "text"}, "prompt": "on", "something": [1]}
-    assert client.post(COMPLETIONS, json=neutral).status_code == 200
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest])
+def test_fields_that_are_not_implemented(body):
+    needed = {"prompt": "on"} if body is CompletionRequest else {"messages": HELLO}
+    assert not body.model_fields.keys() & (body.refused.keys() | body.ignored)
+    for name, neutral in body.refused.items():
+        for value in (None, *neutral):
+            assert read_body(body, json.dumps(needed | {name: value}).encode()) == body(**needed)
+        for value in (0.5, "on", {"a": 1}, [7]):
+            with pytest.raises(RequestError) as refused:
+                read_body(body, json.dumps(needed | {name: value}).encode())
+            assert refused.value.param == name
+            assert str(refused.value).startswith(f"{name}={json.dumps(value)} is not supported; leave it out")
+    anything = {name: [{"a": 1}] for name in body.ignored}
+    assert read_body(body, json.dumps(needed | anything).encode()) == body(**needed)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "messages", "messages is required"),
+        ({"messages": []}, "messages", "messages=[] must have at least 1 item, not 0"),
+        ({"messages": ["a"]}, "messages[0]", 'messages[0]="a" must be a JSON object'),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": 5}]},
+            "messages[1].content",
+            "messages[1].content=5 must be a valid string or a valid array",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text=5 must be a valid string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "mood": 1}]},
+            "messages[0].mood",
+            "messages[0].mood=1 is not a field of this API; leave it out",
+        ),
+        (
+            {"temprature": 1},
+            "temprature",
+            "temprature=1 is not a field of this API; leave it out, or send temperature",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "messages[0].content[0].type",
+            'messages[0].content[0].type="image_url" is not supported: this model reads text only; '
+            'send parts of type "text"',
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "messages[0].content=null must be a valid string or a valid array",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "7"}]},
+            "messages[0].tool_call_id",
+            'messages[0].tool_call_id="7" is for messages of role "tool" only',
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            "messages[0].tool_calls[0].function.name",
+            "messages[0].tool_calls[0].function.name is required",
+        ),
+        ({"stop": 5}, "stop", "stop=5 must be a valid string or a valid array"),
+        ({"stop": ["a", ""]}, "stop[1]", 'stop[1]="" must have at least 1 character'),
+        (
+            {"stop": ["several words"] * 17},
+            "stop",
+            'stop=["several words", "several words", "several words", … must have at most 16 items, not 17',
+        ),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats=true is not supported; leave it out or send false",
+        ),
+        ({"prompt": [5, "a"]}, "prompt[1]", 'prompt[1]="a" must be a valid integer'),
+        ({"prompt": ["a", [5, 0.5]]}, "prompt[1][1]", "prompt[1][1]=0.5 must be a valid integer"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1]=5 must be a valid string or a valid array"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_field_and_the_cause(client, body, param, message):
+    path = COMPLETIONS if "prompt" in body else CHATS
+    usual = {"messages": HELLO} if path == CHATS and body else {}
+    described = error(client.post(path, json=usual | body), 400)
+    assert (described["param"], described["message"]) == (param, message)
 
 
 @pytest.mark.parametrize(
@@ -275,12 +439,9 @@ def test_neutral_values_are_taken(client):
         ({"prompt": ""}, "empty"),
         ({"prompt": [97]}, "vocabulary"),
         ({"prompt": [2**70]}, "integers"),
-        ({"prompt": [5] * 200}, "max_tokens=16: 200 prompt tokens plus 16 new ones exceed max_model_len=200"),
-        ({"max_tokens": 190, "prompt": [5] * 50}, "exceed max_model_len=200"),
-        ({"max_tokens": 10**30}, "exceed max_model_len=200"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e39}, "temperature=1e+39"),
-        ({"top_p": 0}, "top_p: "),
+        ({"top_p": 0}, "top_p=0 must be greater than 0"),
         ({"stop_token_ids": [5, 97]}, "stop_token_ids: token id 97 lies outside the vocabulary 0…96"),
         (
             {"stop_token_ids": [*range(5, 21)]},
@@ -297,33 +458,89 @@ def test_what_an_engine_cannot_do(client, engine, field, says):
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_a_chat_that_is_too_long_is_told_which_field_is(client, field):
-    described = error(client.post(CHATS, json={"messages": HELLO, field: 300}), 400)
-    assert (described["param"], described["message"].startswith(f"{field}=300: ")) == (field, True)
+def test_more_tokens_than_fit_are_the_tokens_that_fit(client, engine, field):
+    assert client.post(CHATS, json={"messages": HELLO, field: 32_000}).status_code == 200
+    asked = {"prompt": [[5] * 50, [5] * 199, [5]], "max_tokens": 10**30}
+    assert client.post(COMPLETIONS, json=asked).status_code == 200
+    chat, *completions = engine.submitted
+    assert chat.max_tokens == 200 - len(chat.prompt)
+    assert [request.max_tokens for request in completions] == [150, 1, 199]
     described = error(client.post(CHATS, json={"messages": HELLO, field: 3, "min_tokens": 4}), 400)
     assert described["message"].endswith(f"must be at most {field}=3")
 
 
-def test_a_prompt_that_leaves_no_room_for_what_is_answered_by_default(client, engine):
-    described = error(client.post(COMPLETIONS, json={"prompt": [1] * (engine.max_model_len - 5)}), 400)
-    assert described["param"] == "prompt"
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (COMPLETIONS, {"prompt": [[1], [1] * 200]}, "201 tokens (200 in the prompt, 1 in the completion)"),
+        (
+            COMPLETIONS,
+            {"prompt": [1] * 9, "min_tokens": 195, "max_tokens": 300},
+            "204 tokens (9 in the prompt",
+        ),
+        (CHATS, {"messages": [{"role": "user", "content": "a" * 200}]}, " in the messages, 1 in the"),
+    ],
+)
+def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, body, says):
+    described = error(client.post(path, json=body), 400)
+    assert described["message"].startswith(
+        "This model's maximum context length is 200 tokens. However, you requested "
+    )
+    assert says in described["message"]
+    assert described["code"] == "context_length_exceeded"
+    assert described["param"] in body
+    assert not engine.submitted
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
-def test_bodies_that_are_none(client, body):
-    error(client.post(COMPLETIONS, content=body), 400)
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
+def test_bodies_that_are_not_json(client, body):
+    assert "the body is not valid JSON: " in error(client.post(COMPLETIONS, content=body), 400)["message"]
+    assert error(client.post(COMPLETIONS, content=b"[1]"), 400)["message"] == "the body must be a JSON object"
 
 
-def test_messages_without_room_for_a_reply(client):
-    messages = [{"role": "user", "content": "a" * 200}]
-    described = error(client.post(CHATS, json={"messages": messages}), 400)
-    assert "no room for a reply within max_model_len=200" in described["message"]
-    assert described["param"] == "messages"
+def test_variables_of_templates():
+    engine = FakeEngine(chat_model(chat_template=ChatTemplate(THINKING)))
+    client = TestClient(make_app(engine, name="tiny"))
+    for options in ({"enable_thinking": False}, {"enable_thinking": False, "thinking": True}):
+        asked = {"messages": HELLO, "chat_template_kwargs": options}
+        assert client.post(CHATS, json=asked).status_code == 200
+        assert list(engine.submitted[-1].prompt) == chat_prompt(
+            engine.model, HELLO, {"enable_thinking": False}
+        )
+    for name in ("enable_thnking", "tools"):
+        asked = {"messages": HELLO, "chat_template_kwargs": {name: 1}}
+        described = error(client.post(CHATS, json=asked), 400)
+        assert described["param"] == f"chat_template_kwargs.{name}"
+        assert "does not read it; leave it out, or send one of enable_thinking" in described["message"]
 
 
-def test_options_of_templates(client):
-    asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
-    assert "enable_thinking" in error(client.post(CHATS, json=asked), 400)["message"]
+def test_a_reply_is_continued(client, engine):
+    messages = [*HELLO, {"role": "assistant", "content": "it is"}]
+    for field in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        assert client.post(CHATS, json={"messages": messages} | field).status_code == 200
+    continued, ended = [chat_tokenizer().decode(asked.prompt, False) for asked in engine.submitted]
+    assert continued.endswith("<|im_start|>assistant\nit is")
+    assert ended == continued + "<|im_end|>\n"
+
+
+def test_the_history_of_tools_reaches_the_template():
+    def call(arguments: object) -> dict[str, Any]:
+        return {"id": "7", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    assistant = {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "so"}
+    sent = [
+        assistant | {"tool_calls": [call('{"a": [1]}'), call("{broken"), call({"b": 2}) | {"index": 2}]},
+        {"role": "tool", "tool_call_id": "7", "content": [{"type": "text", "text": "3"}]},
+        {"role": "assistant", "content": None, "tool_calls": None},
+    ]
+    body = read_body(ChatRequest, json.dumps({"messages": [*HELLO, *sent]}).encode())
+    calls = [call({"a": [1]}), call("{broken"), call({"b": 2})]
+    assert [message.to_template() for message in body.messages] == [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "so"},
+        {"role": "tool", "tool_call_id": "7", "content": "3"},
+        {"role": "assistant", "content": ""},
+    ]
 
 
 def test_a_model_without_a_template():
@@ -367,8 +584,9 @@ def test_an_empty_key_is_refused(engine):
 def test_long_bodies(engine):
     client = TestClient(make_app(engine, name="tiny", max_body_bytes=100))
     body = json.dumps({"prompt": "on" * 100}).encode()
-    assert client.post(COMPLETIONS, content=body).status_code == 413
-    assert client.post(COMPLETIONS, content=iter([body])).status_code == 413
+    for content in (body, iter([body])):
+        described = error(client.post(COMPLETIONS, content=content), 413)
+        assert described["message"] == "the body has more than 100 bytes; send less"
     assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
 
 
@@ -428,9 +646,29 @@ def test_a_bug_tells_clients_nothing(engine):
     assert error(client.post(COMPLETIONS, json={"prompt": "on"}), 500)["message"] == "internal error"
 
 
-def test_models(client):
-    (model,) = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 200)
+def test_models_and_their_names(engine):
+    client = TestClient(make_app(engine, name="tiny", aliases=["org/tiny", "gpt-4"]))
+    names = ["tiny", "org/tiny", "gpt-4"]
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == names
+    for name, listed in zip(names, models, strict=True):
+        model = client.get(f"/v1/models/{name}").json()
+        assert (model["id"], model["object"], model["root"]) == (name, "model", "tiny")
+        assert model["max_model_len"] == listed["max_model_len"] == 200
+        answer = client.post(COMPLETIONS, json={"prompt": "on", "model": name}).json()
+        assert answer["model"] == name
+    described = error(client.get("/v1/models/other"), 404)
+    assert described["code"] == "model_not_found"
+    assert described["message"].endswith('the only model is "tiny" or "org/tiny" or "gpt-4"')
+
+
+def test_facts_about_the_server(client, engine):
+    assert client.get("/version").json() == {"version": version("zdc-jax")}
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+    facts = {"eos_token": "<|im_end|>", "chat_template": CHATML, "model_max_length": 200}
+    assert client.get("/tokenizer_info").json() == facts
+    described = error(client.post("/v1/embeddings", json={"input": "on"}), 400)
+    assert "/v1/embeddings: this server generates text only" in described["message"]
 
 
 def test_tokens_and_text(client):
@@ -438,12 +676,19 @@ def test_tokens_and_text(client):
     found = client.post("/tokenize", json={"prompt": "on the<|im_end|>"}).json()
     assert found == {"count": len(ids), "max_model_len": 200, "tokens": ids}
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "on the<|im_end|>"}
-    assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
+    assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens[0]"
 
 
 def test_paths_and_methods_that_are_none(client):
-    error(client.get("/v1/nothing"), 404)
-    error(client.get(COMPLETIONS), 405)
+    for path in ("/v1/nothing", "/nothing"):
+        described = error(client.get(path), 404)
+        assert described["message"].startswith(f"GET {path}: unknown path; this server has ")
+        assert COMPLETIONS in described["message"]
+        assert described["code"] == "unknown_url"
+    for path, asked in (("/health", client.post), (COMPLETIONS, client.get)):
+        described = error(asked(path), 405)
+        assert f"{path}: this path accepts " in described["message"]
+        assert described["code"] == "method_not_supported"
 
 
 def test_too_many_answers_of_one_body_are_refused_by_name(client):

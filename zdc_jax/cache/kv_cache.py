@@ -64,11 +64,23 @@ class KVCache:
         """Leaves of all layers that begin with the axis B: all but page pools."""
         return [leaf for leaf, pooled in self._list_leaves() if not pooled]
 
+    @property
+    def pools(self) -> list[Array]:
+        """Page pools of all layers."""
+        return [leaf for leaf, pooled in self._list_leaves() if pooled]
+
     def with_own(self, own: Sequence[Array]) -> "KVCache":
         """Return the cache with the leaves of `own` replaced."""
-        new, tree = iter(own), jax.tree.structure(self.layers)
-        leaves = [leaf if pooled else next(new) for leaf, pooled in self._list_leaves()]
-        return replace(self, layers=jax.tree.unflatten(tree, leaves))
+        return self._with_leaves(own, pooled=False)
+
+    def with_pools(self, pools: Sequence[Array]) -> "KVCache":
+        """Return the cache with its page pools replaced."""
+        return self._with_leaves(pools, pooled=True)
+
+    def _with_leaves(self, leaves: Sequence[Array], *, pooled: bool) -> "KVCache":
+        new, tree = iter(leaves), jax.tree.structure(self.layers)
+        all_leaves = [next(new) if is_pool == pooled else leaf for leaf, is_pool in self._list_leaves()]
+        return replace(self, layers=jax.tree.unflatten(tree, all_leaves))
 
     def row(self, index: Array) -> "KVCache":
         """Return the cache of one sequence, together with the page pools of all sequences."""

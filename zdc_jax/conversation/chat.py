@@ -16,7 +16,6 @@ from zdc_jax.conversation.prompt import (
 from zdc_jax.conversation.template import Message
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.api import STREAM_STEPS
-from zdc_jax.generation.detokenise import CONTEXT
 from zdc_jax.generation.request import (
     Request,
     capacity_for,
@@ -29,6 +28,7 @@ from zdc_jax.generation.results import Generation
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
@@ -69,7 +69,9 @@ def chat(
     *system_messages, greeting = opening(system, "Hello")
     prompt = chat_prompt(model, [*system_messages, greeting], options)
     check_limit(max_new_tokens)
-    request = Request.from_arguments(model, [prompt], 1, sampling, stop_tokens, stop, prefill_chunk)
+    request = Request.from_arguments(
+        model, [prompt], 1, sampling, stop_tokens, stop, prefill_chunk, new_text=True
+    )
     request = replace(request, max_new_tokens=int(max_new_tokens))
     return Conversation(model, request, system_messages, options, implementation)
 
@@ -264,13 +266,8 @@ class CachedText:
 
 
 def decode_after(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
-    """Decode chosen tokens, special ones included, in the context of the prompt before them.
-
-    Some decoders change the start of a text, so the tokens cannot be decoded alone.
-    """
-    context = prompt[-CONTEXT:]
-    before = tokenizer.decode(context, skip_special_tokens=False)
-    return tokenizer.decode([*context, *chosen], skip_special_tokens=False)[len(before) :]
+    """Decode chosen tokens, special ones included, in the context of the prompt before them."""
+    return get_token_bytes(tokenizer).join(chosen, before=prompt)
 
 
 def tokenize_after(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:

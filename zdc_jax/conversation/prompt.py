@@ -1,6 +1,6 @@
 """Conversion of chat messages to prompts: token ids, and the tokens that end a reply."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,7 +18,14 @@ def opening(system: str | None, message: str) -> list[dict[str, str]]:
 
 
 def chat_prompt(
-    model: TextModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
+    model: TextModel,
+    messages: Iterable[Message],
+    options: Mapping[str, Any] | None = None,
+    *,
+    add_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Return the token ids of a chat up to the start of the assistant's reply, for `generate` and `stream`.
 
@@ -26,16 +33,27 @@ def chat_prompt(
 
     Args:
       model: model with a tokenizer and a chat template.
-      messages: messages, oldest first, each with a `role` (system, user or assistant) and a `content`.
+      messages: messages, oldest first, each with a `role` (system, user, assistant or tool) and a `content`.
       options: further variables of the template, see `ChatTemplate.render`.
+      add_special_tokens: add special tokens such as BOS, for a template that does not write them.
+      tools: tools that the model may call, in the format of transformers.
+      add_generation_prompt: end with the start of an assistant's reply.
+      continue_final_message: end with the content of the last message, for the model to continue.
 
     Raises:
       ChatError: the model has no template or tokenizer, messages are malformed, or the template fails.
       PromptError: the tokenizer cannot encode the text.
     """
     template, tokenizer = get_template_and_tokenizer(model)
-    # Templates themselves write the special tokens at the start of a text.
-    return tokenized(tokenizer, template.render(messages, options), add_special_tokens=False)
+    if tools:
+        template, options = template.for_tools(), {**(options or {}), "tools": list(tools)}
+    text = template.render(
+        messages,
+        options,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return tokenized(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
 def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:

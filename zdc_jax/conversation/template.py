@@ -22,12 +22,14 @@ from jinja2.utils import Namespace
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import ChatError, CheckpointError, foreign_errors_as
 
-Message = Mapping[str, str]
-"""Message with a `role`, one of `ROLES`, and a `content`."""
+Message = Mapping[str, Any]
+"""Message with a `role`, one of `ROLES`, a `content`, and optional fields, those of `OPTIONAL_FIELDS`."""
 
 RESERVED = {"messages", "add_generation_prompt"}
 """Variables that cannot be set as options."""
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+OPTIONAL_FIELDS = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
+"""Fields of messages that templates may read, in the format of transformers."""
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -36,6 +38,8 @@ LONGEST_SOURCE = 2**20
 """Most characters of a template; known templates have about ten thousand."""
 LONGEST_TEXT = 2**26
 """Most characters that a template may write."""
+END_OF_CONTENT = "END_OF_CONTENT_TO_CONTINUE "
+"""Mark after the content of a message to continue. Its last space tells whether the template trims."""
 
 
 @dataclass(frozen=True)
@@ -50,31 +54,43 @@ class ChatTemplate:
     Attributes:
       source: Jinja source.
       special_tokens: text of `bos_token`, `eos_token` and the other special tokens.
+      tool_source: Jinja source for chats with tools; None for `source`.
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self | None:
         """Return the template of a converted folder, or None if there is none.
 
         The template is `chat_template.jinja`, otherwise `chat_template` of tokenizer_config.json. If that is
-        a list, the template named "default" is used. Special tokens come from tokenizer_config.json,
-        otherwise from special_tokens_map.json. The template is parsed at its first use, so that an invalid
-        one does not prevent `generate`.
+        a list, the template named "default" is used, and the one named "tool_use" for chats with tools.
+        Special tokens come from tokenizer_config.json, otherwise from special_tokens_map.json. The template
+        is parsed at its first use, so that an invalid one does not prevent `generate`.
 
         Raises:
           CheckpointError: a file is damaged or has values of the wrong type.
         """
         config = _read_json_object(checkpoint, TOKENIZER_CONFIG)
-        source = checkpoint.text(TEMPLATE_FILE)
+        source, tool_source = checkpoint.text(TEMPLATE_FILE), None
         if source is None:
-            source = _select_default(config.get("chat_template"))
+            source, tool_source = _select_templates(config.get("chat_template"))
         if source is None:
             return None
         older = _read_special_tokens(_read_json_object(checkpoint, SPECIAL_TOKENS_FILE), SPECIAL_TOKENS_FILE)
-        return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG))
+        return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG), tool_source)
+
+    def for_tools(self) -> "ChatTemplate":
+        """Return the template for chats with tools."""
+        return self if self.tool_source is None else ChatTemplate(self.tool_source, self.special_tokens)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template uses; raise `ChatError` if it is invalid."""
+        with _convert_template_errors():
+            return _compile(self.source)[1] - RESERVED
 
     def render(
         self,
@@ -82,6 +98,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the text of a chat.
 
@@ -89,12 +106,15 @@ class ChatTemplate:
           messages: messages, oldest first, each with a `role` and a `content`.
           options: further variables of the template, plain JSON values, such as `{"enable_thinking": False}`.
           add_generation_prompt: end the text with the start of an assistant's reply.
+          continue_final_message: end the text with the content of the last message, for a model to continue.
 
         Raises:
           ChatError: messages are malformed, the template does not use an option, or the template fails. It
             may be invalid, refuse the messages, or violate the sandbox or its limits.
         """
         checked = checked_messages(messages)
+        if continue_final_message:
+            checked[-1]["content"] += END_OF_CONTENT
         with _convert_template_errors():
             template, variables_used = _compile(self.source)
             options, known = options or {}, variables_used - RESERVED
@@ -107,22 +127,38 @@ class ChatTemplate:
             parts = template.generate(
                 messages=checked, add_generation_prompt=add_generation_prompt, **variables
             )
-            return _join(parts)
+            text = _join(parts)
+        return _cut_after_content(text) if continue_final_message else text
 
 
-def checked_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+def _cut_after_content(text: str) -> str:
+    """Cut a text after the content of its last message, as transformers does."""
+    end = text.rfind(END_OF_CONTENT.rstrip())
+    if end < 0:
+        raise ChatError(
+            "the chat template does not write the last message whole, so it cannot be continued; "
+            "end the messages with one of the user"
+        )
+    trimmed = not text.startswith(END_OF_CONTENT, end)
+    return text[:end].rstrip() if trimmed else text[:end]
+
+
+def checked_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return copies of messages; raise `ChatError` unless each has a valid role and a text."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise ChatError(f"{messages=!r:.80} must be a list of messages")
     checked = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ChatError(f"messages[{index}]={message!r:.80} must have a role, a content and nothing else")
+        if not isinstance(message, Mapping) or set(message) - OPTIONAL_FIELDS != {"role", "content"}:
+            raise ChatError(
+                f"messages[{index}]={message!r:.80} must have a role and a content, and may have "
+                f"{', '.join(sorted(OPTIONAL_FIELDS))}"
+            )
         if message["role"] not in ROLES:
             raise ChatError(f"messages[{index}]: role={message['role']!r:.80} must be one of {ROLES}")
         if not isinstance(message["content"], str):
             raise ChatError(f"messages[{index}]: content={message['content']!r:.80} must be a string")
-        checked.append({"role": str(message["role"]), "content": str(message["content"])})
+        checked.append({**message, "role": str(message["role"]), "content": str(message["content"])})
     if not checked:
         raise ChatError("messages=[] must contain at least one message")
     return checked
@@ -253,15 +289,18 @@ def _read_json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return value
 
 
-def _select_default(templates: Any) -> str | None:
-    """Return the only template, or the one named "default" of a list."""
+def _select_templates(templates: Any) -> tuple[str | None, str | None]:
+    """Return the only template, or those named "default" and "tool_use" of a list."""
+    tool_template = None
     if isinstance(templates, list) and all(isinstance(each, dict) for each in templates):
-        templates = {each.get("name"): each.get("template") for each in templates}.get("default")
-    if templates is None or isinstance(templates, str):
-        return templates
-    raise CheckpointError(
-        f"{TOKENIZER_CONFIG}: chat_template={templates!r:.80} must be a string or a list of named templates"
-    )
+        named = {each.get("name"): each.get("template") for each in templates}
+        templates, tool_template = named.get("default"), named.get("tool_use")
+    for each in (templates, tool_template):
+        if not (each is None or isinstance(each, str)):
+            raise CheckpointError(
+                f"{TOKENIZER_CONFIG}: chat_template={each!r:.80} must be a string, or a list of named strings"
+            )
+    return templates, tool_template
 
 
 def _read_special_tokens(config: Mapping[str, Any], file: str) -> dict[str, str]:

@@ -2,32 +2,27 @@
 
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import check_limit, stop_strings, stop_token_ids, token_ids
+from zdc_jax.generation.guide import check_sampling
+from zdc_jax.generation.request import (
+    check_limit,
+    find_special_tokens,
+    stop_strings,
+    stop_token_ids,
+    token_ids,
+)
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
 
 
 def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
-    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary."""
-    own = () if request.ignore_eos else model.config.eos_ids
-    return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
+    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary.
 
-
-def check_length(prompt: int, max_tokens: int, max_model_len: int, limit: str = "max_tokens") -> None:
-    """Raise `PromptError` if a prompt and its answer are longer than the engine serves.
-
-    Args:
-      prompt: number of prompt tokens.
-      max_tokens: most tokens to generate.
-      max_model_len: most tokens of a prompt and its answer together.
-      limit: the user's name of `max_tokens`, for the message.
+    Stop strings that are special tokens are among them.
     """
-    if prompt + max_tokens > max_model_len:
-        raise PromptError(
-            f"{limit}={max_tokens}: {prompt} prompt tokens plus {max_tokens} new ones exceed "
-            f"{max_model_len=}; shorten the prompt or lower {limit}"
-        )
+    own = () if request.ignore_eos else model.config.eos_ids
+    asked = stop_token_ids(model, request.stop_tokens)
+    return tuple(dict.fromkeys((*own, *asked, *find_special_tokens(model, request.stop))))
 
 
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
@@ -42,7 +37,12 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
     token_ids(model, request.prompt)
     if request.generated:
         token_ids(model, request.generated)
-    check_length(len(request.prompt), request.max_tokens, max_model_len)
+    prompt, max_tokens = len(request.prompt), request.max_tokens
+    if prompt + max_tokens > max_model_len:
+        raise PromptError(
+            f"{max_tokens=}: {prompt} prompt tokens plus {max_tokens} new ones exceed {max_model_len=}; "
+            "shorten the prompt or lower max_tokens"
+        )
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(
             f"min_tokens={request.min_tokens!r:.80} must be a whole number from 0 to "
@@ -60,6 +60,7 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
             f"stop_tokens has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
         )
     stop_strings(model, request.stop)
+    check_sampling(model, request.sampling)
     if not is_whole(request.priority):
         raise PromptError(f"priority={request.priority!r:.80} must be a whole number")
     with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a string"):

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import jax
@@ -15,14 +15,15 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import ChunkInputs, Runner, servable
+from zdc_jax.engine.runner import ChunkInputs, DecodeInputs, Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, SampledTokens, bucket
+from zdc_jax.generation.steps import PREFILL_CHUNK, Frontier, SampledTokens, bucket
 from zdc_jax.loading import LanguageModel
 
 logger = logging.getLogger("zdc_jax")
@@ -105,6 +106,42 @@ class _PendingTokens:
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.chosen, self.scored and self.scored[2])):
             array.copy_to_host_async()
+
+
+@dataclass
+class _Group:
+    """Sequences that one program decodes.
+
+    Attributes:
+      inputs: inputs of the program.
+      jobs: index in the batch and job of each sequence.
+    """
+
+    inputs: DecodeInputs
+    jobs: list[tuple[int, Job]] = field(default_factory=list)
+
+    def add(self, row: int, job: Job) -> None:
+        """Add the sequence at index `row` of the batch."""
+        self.inputs.add(row, job.numbers, job.choice, job.is_shaped)
+        self.jobs.append((row, job))
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether masks are needed, which depend on the tokens of the step before."""
+        return any(job.guide is not None for _, job in self.jobs)
+
+
+@dataclass
+class _Started:
+    """A step that was started on the device.
+
+    Attributes:
+      pending: tokens that are being copied to the host.
+      unchosen: sequences whose layers run, but whose tokens need masks of the host, with their frontiers.
+    """
+
+    pending: list[_PendingTokens] = field(default_factory=list)
+    unchosen: list[tuple[_Group, Frontier]] = field(default_factory=list)
 
 
 class Engine:
@@ -240,7 +277,8 @@ class Engine:
     def _work(self) -> None:
         """Run steps until the engine is stopped.
 
-        While one step runs on the device, the tokens of the previous step are delivered.
+        While one step runs on the device, the tokens of the previous step are delivered. Guided requests need
+        these tokens for the masks of their next ones. Their layers run meanwhile, and only the choice waits.
         """
         pending: list[_PendingTokens] = []
         while True:
@@ -257,7 +295,8 @@ class Engine:
                     pending = []
                 started = self._start(self._next_plan())
                 self._deliver(pending)
-                pending = started
+                guided = [self._choose(group, frontier) for group, frontier in started.unchosen]
+                pending = started.pending + guided
             except Exception as error:
                 logger.exception(
                     "a step failed: requests %s end with an error, waiting ones continue",
@@ -285,38 +324,62 @@ class Engine:
                 self._count(preemptions=1)
             return self._scheduler.plan()
 
-    def _start(self, plan: Plan | None) -> list[_PendingTokens]:
-        """Start a step on the device and return its pending tokens."""
+    def _start(self, plan: Plan | None) -> _Started:
+        """Start a step on the device."""
+        started = _Started()
         if plan is None:
-            return []
-        pending = []
+            return started
         for work in plan.changed:
             assert work.row is not None
             self._runner.set_pages(work.row, work.pages)
         for work, tail in plan.restored:
             assert work.row is not None
             self._runner.restore_tail(work.row, tail)
-        decoding, jobs = self._runner.new_decode_inputs(), []
+        decoding, slow = self._new_group(), self._new_group()
         for work in plan.decode:
             assert work.row is not None
-            jobs.append((work.row, job := self._jobs[work]))
-            decoding.add(work.row, job.numbers, job.choice)
+            group = slow if work.one_step and plan.steps > 1 else decoding
+            group.add(work.row, self._jobs[work])
 
         def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
 
-        for group in self._runner.grouping.groups(plan.chunks, alone=wants_scores):
-            chosen, scores, decoded = self._runner.prefill(
-                [self._chunk_inputs(chunk) for chunk in group], decoding
+        for chunks in self._runner.grouping.groups(plan.chunks, alone=wants_scores):
+            chosen, scores, frontier = self._runner.prefill(
+                [self._chunk_inputs(chunk) for chunk in chunks], decoding.inputs
             )
-            pending += self._collect_chunks(group, chosen, scores)
-            if decoded is not None:
-                pending.append(_PendingTokens(decoded, tuple(jobs)))
-                decoding, jobs = self._runner.new_decode_inputs(), []
-        if jobs:
-            steps = self._runner.decode(decoding, plan.steps)
-            pending += [_PendingTokens(chosen, tuple(jobs)) for chosen in steps]
-        return pending
+            started.pending += self._collect_chunks(chunks, chosen, scores)
+            if frontier is not None:
+                self._choose_or_wait(decoding, frontier, started)
+                decoding = self._new_group()
+        if decoding.jobs and plan.steps > 1:
+            steps = self._runner.decode(decoding.inputs, plan.steps)
+            started.pending += [_PendingTokens(chosen, tuple(decoding.jobs)) for chosen in steps]
+            decoding = self._new_group()
+        for group in (decoding, slow):
+            if group.jobs:
+                self._choose_or_wait(group, self._runner.advance(group.inputs), started)
+        return started
+
+    def _new_group(self) -> _Group:
+        return _Group(self._runner.new_decode_inputs())
+
+    def _choose_or_wait(self, group: _Group, frontier: Frontier, started: _Started) -> None:
+        """Choose the tokens of a group, or leave the choice for later if it needs masks."""
+        if group.is_guided:
+            started.unchosen.append((group, frontier))
+        else:
+            started.pending.append(self._choose(group, frontier))
+
+    def _choose(self, group: _Group, frontier: Frontier) -> _PendingTokens:
+        """Choose the next tokens of a group; all earlier tokens of guided requests must be delivered."""
+        mask = None
+        if group.is_guided:
+            mask = full_mask(self.model.config.vocab_size, self.config.max_sequences)
+            for row, job in group.jobs:
+                if job.guide is not None and not job.ended:
+                    mask[row] = job.guide.mask()
+        return _PendingTokens(self._runner.choose_next(frontier, group.inputs, mask), tuple(group.jobs))
 
     def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:
         """Build the runner's inputs for a chunk, and update statistics."""
@@ -334,6 +397,7 @@ class Engine:
             last=chunk.last,
             numbers=job.numbers,
             choice=job.choice,
+            shaping=job.first_shaping() if chunk.last else None,
             following=following[0] if job.wants_scores(chunk.begin) else None,
         )
 
@@ -373,14 +437,32 @@ class Engine:
             return array[row]
 
         tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
+        if broken := not chosen.finite[row, len(tokens) - 1]:
+            tokens.pop()
         try:
-            device_knows = job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
+            device_knows = bool(tokens) and job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
         except PromptError as error:
             logger.warning("request %s ends with an error: %s", job.request.id, error)
             job.emit(Event(finish_reason="error", error=str(error)))
             device_knows = False
-        if job.ended:
+        if broken:
+            self._fail_broken(job)
+        elif job.ended:
             self._remove(job, keep=int(chosen.lengths[row]) if device_knows else 0)
+
+    def _fail_broken(self, job: Job) -> None:
+        """End a job whose logits are not finite, and clear its part of the cache.
+
+        A product of NaN and a weight of 0 is NaN, so what the job stored must reach no other request.
+        """
+        error = NonFiniteError("logits are", self._runner.dtype)
+        logger.error("request %s failed: %s", job.request.id, error)
+        job.emit(Event(finish_reason="error", error=str(error)))
+        with self._changed:
+            pages = self._scheduler.forget(job.work)
+        assert job.work.row is not None
+        self._runner.clear(job.work.row, pages)
+        self._remove(job)
 
     def _remove(self, job: Job, keep: int = 0) -> None:
         """Remove an ended job; `keep` tokens of its pages stay available for other requests."""

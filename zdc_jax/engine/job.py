@@ -12,9 +12,12 @@ from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.guide import Guide
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
+from zdc_jax.generation.shaping import SequenceShaping, count_tokens, token_biases
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import TextModel
 
@@ -31,6 +34,7 @@ class Job:
       stop_ids: token ids that end the answer.
       answer: tokens and text of the answer so far.
       numbers: packed parameters for the device (`row_numbers`).
+      guide: masks of its next tokens; None if they do not depend on the answer.
       ended: whether the last event was sent.
       arrival_time: time of submission, of `time.monotonic`.
       queued: seconds from submission to the start of prefill; 0 before.
@@ -55,12 +59,15 @@ class Job:
         self.work = Work(request.prompt, request.max_tokens, request.priority, request.salt)
         self.work.output += request.generated
         self.work.skips_cache = self._to_score > 0
+        self.work.one_step = request.sampling.is_shaped  # Only programs of one step change logits.
         self.stop_ids = resolve_stop_ids(model, request)
+        self.guide = Guide.of(model, request.sampling, self.stop_ids, request.min_tokens)
         self.answer = OutputSequence(
             index=0,
             tokenizer=model.tokenizer,
             stop_ids=self.stop_ids,
             stop=StopStrings(request.stop),
+            before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
         )
         self._resume(request.generated)
@@ -73,6 +80,7 @@ class Job:
             key,
             min_tokens=request.min_tokens,
         )
+        self._model = model
         self.ended = self._prompt_reported = False
         self.arrival_time, self.queued = time.monotonic(), 0.0
 
@@ -83,6 +91,22 @@ class Job:
         if request.sampling.temperature > 0:
             return "any"
         return "greedy" if request.logprobs is None and not request.min_tokens else "scored"
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether the logits are changed before a token is chosen."""
+        return self.request.sampling.is_shaped
+
+    def first_shaping(self) -> SequenceShaping | None:
+        """Return the changes of logits after the prompt and the answer so far."""
+        if not self.is_shaped:
+            return None
+        vocab = self._model.config.vocab_size
+        return SequenceShaping(
+            counts=count_tokens(vocab, self.request.prompt, self.work.output),
+            bias=token_biases(self._model, self.request.sampling),
+            mask=full_mask(vocab) if self.guide is None else self.guide.mask(),
+        )
 
     def cancel(self) -> None:
         self._cancel(self)
@@ -102,8 +126,14 @@ class Job:
 
     def _resume(self, tokens: tuple[int, ...]) -> None:
         """Add tokens reported by another engine; raise `PromptError` if the answer ends with them."""
+        if self.guide is not None:
+            self.guide.accept(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
-            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
+            self.answer.append(
+                tokens,
+                full=len(tokens) >= self.work.max_tokens,
+                complete=self.guide is not None and self.guide.is_complete,
+            )
         if self.answer.finish_reason is not None:
             raise PromptError(
                 f"generated: these {len(tokens)} tokens end the answer; nothing is left to generate"
@@ -133,11 +163,14 @@ class Job:
         """
         work = self.work
         work.output += tokens
+        if self.guide is not None:
+            self.guide.accept(tokens)
+        complete = self.guide is not None and self.guide.is_complete
         full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.append(tokens, full=full)
+            delta = self.answer.append(tokens, full=full, complete=complete)
         if delta is not None:
-            shown = self._to_logprobs(delta.tokens, *chosen[1:])
+            shown = self._to_logprobs(delta.tokens, *chosen[2:])
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 

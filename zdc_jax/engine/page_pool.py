@@ -56,9 +56,8 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Allocate unused pages with one reference each, and forget their contents."""
         pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        self.forget(pages)
         for page in pages:
-            if key := self._key_of.pop(page, None):
-                del self._page_of[key]
             self._references[page] = 1
         return pages
 
@@ -82,6 +81,16 @@ class PagePool:
             if key not in self._page_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Forget the contents of pages, so that `find` does not return them."""
+        for page in pages:
+            if key := self._key_of.pop(page, None):
+                del self._page_of[key]
+
+    def list_unshared(self, pages: Iterable[int]) -> list[int]:
+        """Return the pages that have one reference."""
+        return [page for page in pages if self._references[page] == 1]
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the pages of the longest stored prefix."""

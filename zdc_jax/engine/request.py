@@ -37,6 +37,8 @@ class EngineRequest:
       generated: first tokens of the answer, if another engine has already generated them. Only later tokens
         are reported, and they are those that one engine would have generated. Limits count all tokens.
       id: name of the request in logs.
+      new_text: whether the answer is a text of its own, as a reply in a chat. By default its text continues
+        the prompt; with SentencePiece it may begin with a space.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +54,7 @@ class EngineRequest:
     salt: str = ""
     generated: tuple[int, ...] = ()
     id: str = "-"
+    new_text: bool = False
 
 
 class TokenLogprobs(NamedTuple):

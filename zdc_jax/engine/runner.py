@@ -11,28 +11,30 @@ one program that contains both, in a loop of known length.
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
+from zdc_jax.engine.choosing import SHAPE, list_choosing, name_choosing, name_score
+from zdc_jax.engine.compiling import Lowering, compile_all
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
-from zdc_jax.generation.next_token import Choice, Scores, score_tokens
+from zdc_jax.generation.masks import full_mask
+from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
     DecodeState,
     Flat,
@@ -42,16 +44,15 @@ from zdc_jax.generation.steps import (
     advance,
     advance_with,
     bucket,
-    choose,
     decode_steps,
     take_last,
 )
 from zdc_jax.model.together import Place
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
-logger = logging.getLogger("zdc_jax.engine")
+logger = logging.getLogger("zdc_jax")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Clauses of the cache contract that the engine needs.
@@ -79,9 +80,6 @@ PREFILL_OPTIONS = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
 XLA would merge the q and k projections into one product, and copy their weights together for every chunk.
 """
 
-Lowering = Callable[[], Lowered]
-"""Function that lowers a program."""
-
 
 @dataclass(frozen=True)
 class ChunkInputs:
@@ -94,6 +92,7 @@ class ChunkInputs:
       last: whether the text ends with the chunk, so that a token is generated after it.
       numbers: packed request parameters (`row_numbers`).
       choice: kind of program that chooses that token.
+      shaping: changes of logits before that choice; None for no changes.
       following: token after the chunk, to score the token after each of the chunk's; None for no scores.
     """
 
@@ -103,6 +102,7 @@ class ChunkInputs:
     last: bool
     numbers: np.ndarray
     choice: Choice = "any"
+    shaping: SequenceShaping | None = None
     following: int | None = None
 
     @property
@@ -119,16 +119,19 @@ class DecodeInputs:
       numbers: packed request parameters of each sequence (`row_numbers`), [B, WIDTH] int32.
       active: sequences to decode, [B] bool.
       choice: kind of program that serves all of them.
+      is_shaped: whether the logits of one of them are changed before its token is chosen.
     """
 
     numbers: np.ndarray
     active: np.ndarray
     choice: Choice
+    is_shaped: bool = False
 
-    def add(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
+    def add(self, row: int, numbers: np.ndarray, choice: Choice, is_shaped: bool = False) -> None:
         """Add the sequence at index `row` of the batch."""
         self.numbers[row], self.active[row] = numbers, True
         self.choice = max(choice, self.choice, key=get_args(Choice).index)
+        self.is_shaped |= is_shaped
 
     def pack(self) -> Int[np.ndarray, "B 1+WIDTH"]:
         """Pack the inputs for a program."""
@@ -170,14 +173,15 @@ class Runner:
         self.grouping = Grouping(several, self._widths[0], self._pad_width)
         self._state: DecodeState
         self._tails: list[Array]
+        self._shaping: Shaping
         self.reset()
-        self._programs = _compile_all(dict(self._list_programs()))
+        self._programs = compile_all(dict(self._list_programs()))
         self._check_memory()
 
     def reset(self) -> None:
         """Replace the cache with an empty one, in new arrays."""
         if hasattr(self, "_state"):
-            del self._state, self._tails  # Two caches may not fit.
+            del self._state, self._tails, self._shaping  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = DecodeState.of(cache, self._where)
@@ -186,14 +190,39 @@ class Runner:
             return jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
 
         self._tails = list(map(allocate_tails, cache.own)) if layout.tails else []
+        vocab = network.config.vocab_size
+        self._shaping = Shaping(
+            counts=jnp.zeros((layout.rows, vocab), jnp.int32, device=self._where),
+            bias=jnp.zeros((layout.rows, vocab), jnp.float32, device=self._where),
+            mask=jax.device_put(full_mask(vocab, layout.rows), self._where),
+        )
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
         self._sent: tuple[np.ndarray, Array] | None = None
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """Set the pages of a sequence for all later steps."""
+        """Set the pages of a sequence for all later steps.
+
+        The table ends with repeats of the last page, since attention may multiply unused slots by 0. Slots of
+        another sequence could hold NaN.
+        """
+        self._pages[row] = pages[-1]
         self._pages[row, : len(pages)] = pages
         self._table = None
+
+    @property
+    def dtype(self) -> str:
+        """Dtype that the network runs in."""
+        return self._network.dtype.name
+
+    def clear(self, row: int, pages: Sequence[int]) -> None:
+        """Fill pages, and the state of a sequence outside pages, with zeros."""
+        padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
+        padded[: len(pages)] = pages
+        if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
+            program = _jit_donated(_clear, self._state)
+            self._programs["clear"] = program.lower(self._state, np.int32(row), padded).compile()
+        self._state = self._programs["clear"](self._state, np.int32(row), padded)
 
     def save_tail(self, row: int, tail: int) -> None:
         """Copy a sequence's state outside pages to a snapshot."""
@@ -207,26 +236,26 @@ class Runner:
 
     def prefill(
         self, chunks: Sequence[ChunkInputs], decoding: DecodeInputs
-    ) -> tuple[list[SampledTokens], Scores | None, SampledTokens | None]:
-        """Prefill a group of chunks and, if possible, decode a token of other sequences in the same program.
+    ) -> tuple[list[SampledTokens], Scores | None, Frontier | None]:
+        """Prefill a group of chunks and, if possible, advance other sequences in the same program.
 
         Args:
           chunks: chunks of different sequences. A chunk that needs scores must be the only one.
           decoding: other sequences to decode.
 
         Returns:
-          The token after each chunk, scores of the only chunk if it needs them, and the tokens of the other
-          sequences. These are None if nothing decodes, or if decoding is left to `decode`.
+          The token after each chunk, scores of the only chunk if it needs them, and the frontier of the other
+          sequences for `choose_next`. It is None if nothing decodes, or if decoding is left to `advance` or
+          `decode`.
         """
-        (first, *more), decoded, decodes = chunks, None, decoding.active.any()
+        (first, *more), advanced, decodes = chunks, None, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
         if self.together and (more or decodes or width < self._widths[0]):
             count, packed_inputs = self.grouping.several if more else 1, decoding.pack()
             packed_chunks = _pack_chunks(chunks, count, width, empty_row=self.layout.rows)
             packed = np.concatenate([packed_chunks, packed_inputs.ravel()])
             frontiers, hidden, others = self._run_step(_name_prefill_and_decode(count, width), packed)
-            if decodes:
-                decoded = self._choose(f"choose next, {decoding.choice}", others, self._send(packed_inputs))
+            advanced = others if decodes else None
         else:
             name = _name_prefill_whole(width) if self._is_whole(first) else _name_prefill(width)
             packed = _pack_chunks(chunks, 1, width, empty_row=0)
@@ -234,7 +263,7 @@ class Runner:
             frontiers = (frontier,)
         pairs = zip(chunks, frontiers, strict=False)
         chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
-        return chosen, self._score(first, hidden), decoded
+        return chosen, self._score(first, hidden), advanced
 
     def _is_whole(self, chunk: ChunkInputs) -> bool:
         """Return whether a chunk is a whole text, to be split over devices."""
@@ -246,13 +275,31 @@ class Runner:
 
         They are one program if `steps` is `self.steps`, and one program for each step otherwise.
         """
-        packed, tokens = self._send(inputs.pack()), []
         if steps == self.steps > 1:
+            packed = self._send(inputs.pack())
             return [self._run_step(_name_decode_loop(inputs.choice), packed)]
-        for _ in range(steps):
-            frontier = self._run_step("decode", packed)
-            tokens.append(self._choose(f"choose next, {inputs.choice}", frontier, packed))
-        return tokens
+        return [self.choose_next(self.advance(inputs), inputs) for _ in range(steps)]
+
+    def advance(self, inputs: DecodeInputs) -> Frontier:
+        """Run the layers of one decode step of all active sequences."""
+        frontier: Frontier = self._run_step("decode", self._send(inputs.pack()))
+        return frontier
+
+    def choose_next(
+        self, frontier: Frontier, inputs: DecodeInputs, mask: np.ndarray | None = None
+    ) -> SampledTokens:
+        """Choose the next tokens of sequences that were advanced.
+
+        Args:
+          frontier: result of `advance` or `prefill` with the same inputs.
+          inputs: sequences to decode.
+          mask: a bit for each token that each sequence may get (`Shaping.mask`), [B, W] int32; None for all.
+            It applies to inputs with `is_shaped` only.
+        """
+        shaping = self._shaping if inputs.is_shaped else None
+        if shaping is not None and mask is not None:
+            shaping = shaping._replace(mask=jax.device_put(mask, self._where))
+        return self._choose("next", inputs.choice, frontier, self._send(inputs.pack()), shaping)
 
     def _run_step(self, name: str, packed: np.ndarray | Array) -> Any:
         """Run a program of layers, update the state, and return the other results."""
@@ -265,9 +312,14 @@ class Runner:
         The result for an earlier chunk has a count of 0. Its arrays are ready when the chunk is prefilled.
         """
         if not chunk.last:
-            return SampledTokens(frontier.lengths, frontier.active, frontier.lengths, None, None, None)
-        packed = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None]
-        return self._choose(f"choose first, {chunk.choice}", frontier, packed)
+            lengths, active = frontier.lengths, frontier.active
+            return SampledTokens(lengths, active, lengths, active, None, None, None)
+        packed, shaping = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None], None
+        if chunk.shaping is not None:
+            counts, bias = self._programs[SHAPE](self._shaping[:2], np.int32(chunk.row), chunk.shaping[:2])
+            self._shaping = Shaping(counts, bias, self._shaping.mask)
+            shaping = Shaping(counts, bias, jax.device_put(chunk.shaping.mask[None], self._where))
+        return self._choose("first", chunk.choice, frontier, packed, shaping)
 
     def _score(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
         """Score the token after each token of a chunk, if the chunk needs scores."""
@@ -275,15 +327,25 @@ class Runner:
             return None
         following = np.zeros(len(hidden), np.int32)
         following[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
-        return self._programs[_name_score(len(hidden))](self._flat_embeddings, hidden, following)
+        return self._programs[name_score(len(hidden))](self._flat_embeddings, hidden, following)
 
-    def _choose(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> SampledTokens:
+    def _choose(
+        self,
+        step: Literal["first", "next"],
+        choice: Choice,
+        frontier: Frontier,
+        packed: np.ndarray | Array,
+        shaping: Shaping | None,
+    ) -> SampledTokens:
         """Run a program that chooses tokens."""
-        state = self._state
-        last, done, chosen = self._programs[name](
-            self._flat_embeddings, state.last, state.done, frontier, packed
+        state, program = self._state, self._programs[name_choosing(step, choice, shaping is not None)]
+        counts, rest = (None, None) if shaping is None else (shaping.counts, shaping[1:])
+        last, done, chosen, counts = program(
+            self._flat_embeddings, counts, rest, state.last, state.done, frontier, packed
         )
         self._state = state._replace(last=last, done=done)
+        if counts is not None:
+            self._shaping = self._shaping._replace(counts=counts)
         return chosen
 
     def new_decode_inputs(self) -> DecodeInputs:
@@ -328,7 +390,9 @@ class Runner:
         for choice in choices:
             loop = partial(_decode_loop, self.steps, choice)
             yield _name_decode_loop(choice), self._lower(loop, _choose_decode_options(layout), *rows)
-        yield from self._list_choosing()
+        yield from list_choosing(
+            self._network, self._state, self._shaping, widths=self._widths, where=self._where
+        )
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             save, restore = _jit_donated(_save_tail, self._tails), _jit_donated(_restore_tail, self._state)
@@ -376,59 +440,9 @@ class Runner:
                     f"{free:,} are free; lower max_sequences, max_model_len or cache_tokens"
                 )
 
-    def _list_choosing(self) -> Iterator[tuple[str, Lowering]]:
-        """Yield programs that choose tokens, and programs that score the tokens of a chunk."""
-
-        def lower(run: Callable[..., Any], *inputs: Any) -> Lowering:
-            return partial(jax.jit(run, out_shardings=self._where).lower, self._flat_embeddings, *inputs)
-
-        def describe(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
-
-        describe_hidden = partial(describe, self._network.dtype)
-        D = self._network.config.embed_dim
-        steps = ("first", _choose_first, 1), ("next", _choose_next, self.layout.rows)
-        for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
-
-            def run(
-                flat: Flat[Embeddings], *inputs: Any, step: Any = step, choice: Choice = choice
-            ) -> tuple[Array, Array, SampledTokens]:
-                return step(flat.whole, *inputs, choice)
-
-            frontier: Any = describe_hidden(count, D), describe(bool, count), describe(jnp.int32, count)
-            packed = describe(jnp.int32, count, 1 + WIDTH)
-            lowered = lower(run, self._state.last, self._state.done, Frontier(*frontier), packed)
-            yield f"choose {name}, {choice}", lowered
-
-        def score(flat: Flat[Embeddings], hidden: Array, tokens: Array) -> Scores:
-            return score_tokens(flat.whole.unembed, hidden, tokens)
-
-        for width in self._widths:
-            yield _name_score(width), lower(score, describe_hidden(width, D), describe(jnp.int32, width))
-
     def _pad_width(self, tokens: int) -> int:
         """Return the width of the program for a chunk: a power of two, at most the capacity."""
         return min(bucket(tokens), self.layout.capacity)
-
-
-def _compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
-    """Compile programs and log each of them, since all together take up to minutes."""
-    counter = itertools.count(1)
-
-    def compile_one(name: str, lowered: Lowered) -> Compiled:
-        began = time.monotonic()
-        program = lowered.compile()
-        seconds = time.monotonic() - began
-        logger.info("compiled %d of %d programs (%s: %.1f s)", next(counter), len(lowerings), name, seconds)
-        return program
-
-    # XLA compiles without Python's lock, so the next program is lowered meanwhile.
-    threads = ThreadPoolExecutor()
-    try:
-        futures = {name: threads.submit(compile_one, name, lower()) for name, lower in lowerings.items()}
-        return {name: future.result() for name, future in futures.items()}
-    finally:
-        threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
 
 
 def _choose_decode_options(layout: Layout) -> dict[str, Any]:
@@ -498,10 +512,6 @@ def _name_prefill_and_decode(count: int, width: int) -> str:
 def _name_decode_loop(choice: Choice) -> str:
     """Name the program of several decode steps; the sampling one serves every choice but `greedy`."""
     return f"decode loop, {'greedy' if choice == 'greedy' else 'any'}"
-
-
-def _name_score(width: int) -> str:
-    return f"score, {width} tokens"
 
 
 def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_row: int) -> np.ndarray:
@@ -592,37 +602,17 @@ def _decode_loop(
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
 
 
-def _choose_next(
-    embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, SampledTokens]:
-    """Choose the next tokens of all sequences in the frontier."""
-    return choose(embeddings, last, done, frontier, packed[:, 1:], choice)
-
-
-def _choose_first(
-    embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, SampledTokens]:
-    """Choose the first token of one sequence."""
-    row = packed[0, 0]
-    new_last, new_done, chosen = _choose_next(
-        embeddings,
-        jax.lax.dynamic_slice_in_dim(last, row, 1),
-        jax.lax.dynamic_slice_in_dim(done, row, 1),
-        frontier,
-        packed,
-        choice,
-    )
-
-    def write(whole: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
-
-    return write(last, new_last), write(done, new_done), chosen
-
-
 def _save_tail(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
     """Copy a sequence's state outside pages to a snapshot; `pair` has the batch index and the slot."""
     row, tail = pair
     return [snapshot.at[tail].set(leaf[row]) for snapshot, leaf in zip(tails, own, strict=True)]
+
+
+def _clear(state: DecodeState, row: Array, pages: Array) -> DecodeState:
+    """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
+    cache = state.cache
+    cache = cache.with_own([leaf.at[row].set(0) for leaf in cache.own])
+    return state._replace(cache=cache.with_pools([pool.at[pages].set(0) for pool in cache.pools]))
 
 
 def _restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:

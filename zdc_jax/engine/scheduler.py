@@ -23,7 +23,7 @@ from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
 
 @dataclass(eq=False)
 class Work:
-    """Scheduling state of one request. Only the scheduler changes the attributes after `skips_cache`.
+    """Scheduling state of one request. Only the scheduler changes the attributes after `one_step`.
 
     Attributes:
       prompt: token ids of the prompt.
@@ -32,6 +32,7 @@ class Work:
       salt: pages are shared only between requests with the same salt.
       output: tokens generated so far.
       skips_cache: prefill the whole text, in chunks, without shared pages.
+      one_step: decode one step of this request even where a plan has several.
       row: index in the batch; None while the request waits.
       text: tokens to prefill: the prompt, and after a preemption the output so far.
       keys: keys of the whole pages of `text`.
@@ -50,6 +51,7 @@ class Work:
     salt: str = ""
     output: list[int] = field(default_factory=list)
     skips_cache: bool = False
+    one_step: bool = False
     row: int | None = None
     text: tuple[int, ...] = ()
     keys: list[bytes] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Plan:
       restored: requests that continue from a snapshot, with its slot.
       chunks: chunks to prefill, in order.
       decode: requests to decode, together with a chunk or after the chunks.
-      steps: decode steps of each request in `decode`.
+      steps: decode steps of each request in `decode`, except for 1 of those with `one_step`.
       changed: requests whose pages changed.
     """
 
@@ -220,6 +222,15 @@ class Scheduler:
         elif work in self.waiting:
             self.waiting.remove(work)
 
+    def forget(self, work: Work) -> list[int]:
+        """Return the pages that only this running request uses, so that their contents can be cleared.
+
+        No later request finds what the request stored itself, and neither pages that it shares with others.
+        """
+        own = work.pages[work.cached // self.page :]
+        self.pool.forget(own)
+        return self.pool.list_unshared(own)
+
     def plan(self) -> Plan | None:
         """Plan the next step, and count it as done; return None if there is nothing to do."""
         self._changed = {}
@@ -228,9 +239,9 @@ class Scheduler:
         prefilling = {chunk.work for chunk in chunks}  # Their first tokens are known only after the step.
         candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
         ready = sorted(candidates, key=_get_urgency)
-        remaining = max((work.max_tokens - work.promised for work in ready), default=1)
-        steps = 1 if chunks or self.waiting else min(self.steps, remaining)
-        decode = tuple(work for work in ready if self._promise(work, steps))
+        remaining = [work.max_tokens - work.promised for work in ready if not work.one_step]
+        steps = 1 if chunks or self.waiting else min(self.steps, max(remaining, default=1))
+        decode = tuple(work for work in ready if self._promise(work, 1 if work.one_step else steps))
         if not chunks and not decode:
             return None
         return Plan(restored, chunks, decode, steps, tuple(self._changed))

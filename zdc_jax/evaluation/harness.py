@@ -147,16 +147,11 @@ class HarnessModel(TemplateLM):
           ChatError: the model has no template, or the template rejects the messages.
         """
         template, _ = get_template_and_tokenizer(self._model)
-        text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        # Some templates strip the beginning of messages, or both ends.
-        message = chat_history[-1]["content"].lstrip()
-        start = text.rfind(message)
-        if start < 0:
-            message = message.rstrip()
-            start = text.rindex(message)
-        return text[: start + len(message)]
+        return template.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the token ids of a text.

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
+from zdc_jax.errors import NonFiniteError
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
@@ -128,13 +129,20 @@ class Predictions:
 def predict(
     network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Predictions:
-    """Run a network on windows of text; the arguments are those of `token_nll`."""
+    """Run a network on windows of text; the arguments are those of `token_nll`.
+
+    Raises:
+      NonFiniteError: logits are NaN or Inf.
+    """
     nll, states = [], []
     last = windows.shape[1] - 2  # The last token that predicts another.
     for hidden, tokens, count in _read_batches(network, windows, batch):
         nll.append(np.asarray(next_token_nll(network.embeddings, hidden, tokens))[:count])
         states.append(np.asarray(hidden[:, last % KL_STRIDE : last + 1 : KL_STRIDE])[:count])
-    return Predictions(network.embeddings, np.concatenate(nll), np.concatenate(states))
+    predictions = Predictions(network.embeddings, np.concatenate(nll), np.concatenate(states))
+    if not np.isfinite(predictions.nll).all():
+        raise NonFiniteError("logits are", network.dtype.name)
+    return predictions
 
 
 def token_nll(

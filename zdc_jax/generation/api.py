@@ -28,6 +28,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop_tokens: Sequence[int] | int | None = None,
     stop: Sequence[str] | str = (),
+    new_text: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Generation:
@@ -47,6 +48,8 @@ def generate(
         end-of-sequence ids.
       stop: string or strings that end a completion. They are checked every few steps, and text after a stop
         string is dropped.
+      new_text: whether completions are texts of their own, as replies in a chat. By default their text
+        continues the prompt; with SentencePiece it may begin with a space.
       prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32.
       implementation: attention implementation, `pallas` or `xla`; default the first that supports the call
         (`zdc_jax.ops.attention`).
@@ -58,10 +61,11 @@ def generate(
       PromptError: a prompt is empty, too long or has ids outside the vocabulary, or an option is invalid.
       MeshError: the batch cannot be divided over the model's mesh.
       CacheMemoryError: the KV cache does not fit; the message says what would.
+      NonFiniteError: logits are NaN or Inf; the message names the prompt and dtypes to choose.
       NotImplementedError: the chosen implementation does not support the call; the message says why.
     """
     request = Request.from_arguments(
-        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, new_text=new_text
     )
     run = Run(model, request, implementation)
     for _ in run.deltas(STREAM_STEPS if request.stop else request.max_new_tokens):
@@ -77,6 +81,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop_tokens: Sequence[int] | int | None = None,
     stop: Sequence[str] | str = (),
+    new_text: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Iterator[Delta]:
@@ -85,6 +90,6 @@ def stream(
     Arguments and errors are those of `generate`. The deltas of a prompt, joined, equal its completion.
     """
     request = Request.from_arguments(
-        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, new_text=new_text
     )
     return Run(model, request, implementation).deltas(STREAM_STEPS)

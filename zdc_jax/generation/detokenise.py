@@ -1,76 +1,58 @@
-"""Incremental detokenization: the text of a growing sequence of tokens.
+"""Incremental detokenization: the text of a growing sequence of tokens, and the place of each token in it."""
 
-This is the offset method of vLLM and text-generation-inference. The last few tokens are decoded again
-together with the new ones, and the text that they already produced is cut off.
-
-`tokenizers.decoders.DecodeStream` is not used. With byte-fallback tokenizers it emits a character that later
-bytes make invalid, and then raises. It also decodes a long run of broken characters again for each token.
-"""
-
-import re
+import codecs
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-CONTEXT = 4
-"""Tokens that are decoded again together with new ones.
+from zdc_jax.generation.token_bytes import get_token_bytes
 
-An unfinished character has at most 3 bytes, so it starts within the last 3 tokens. One token more ensures
-that new tokens never come first: some decoders strip the space of the first word.
-"""
-_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+CONTEXT = 3
+"""Tokens of a prompt that matter to the text after it: an unfinished character has at most 3 bytes."""
 
 
 class Detokeniser:
     """Incremental detokenizer of one sequence.
 
-    All texts from `feed` and the final `tail`, joined, equal `tokenizer.decode` of all tokens. Two things are
-    withheld until they are complete:
+    All texts from `feed` and the final `tail`, joined, are the tokens' bytes read as UTF-8. Invalid bytes
+    become U+FFFD as in Python. An unfinished character at the end is withheld.
 
-    - an unfinished character at the end;
-    - a run of byte tokens (`<0xE2>`), because one invalid byte changes the text of the whole run.
-
-    Each `feed` decodes at most 2 `CONTEXT` tokens in addition to the new ones.
+    Args:
+      tokenizer: tokenizer of the model.
+      before: tokens that the text continues. A character that is unfinished there belongs to the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, properties in added.items() if properties.special}
-        self._context: list[int] = []
-        self._context_text = ""
-        self._emitted = 0  # Characters of `_context_text` that `feed` has returned.
-        self._pending_bytes: list[int] = []
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+        self._bytes = get_token_bytes(tokenizer)
+        self._first = not any(map(self._bytes.has_text, before))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.feed(before[-CONTEXT:])
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add token ids and return the new text; special and unknown ids have no text."""
-        named = [(token, name) for token in tokens if (name := self._name(token)) is not None]
-        ready = len(named)
-        while ready and _BYTE.fullmatch(named[ready - 1][1]):
-            ready -= 1
-        new = [token for token, _ in named]
-        if not ready:
-            self._pending_bytes += new
-            return ""
-        window = self._context + self._pending_bytes + new[:ready]
-        self._pending_bytes = new[ready:]
-        text = self._tokenizer.decode(window)
-        new_text = text[self._emitted : _finished_length(text)]
-        self._context = window[-CONTEXT:]
-        self._context_text = self._tokenizer.decode(self._context)
-        self._emitted = _finished_length(self._context_text)
-        return new_text
+        data = [self._take(token) for token in tokens if self._bytes.has_text(token)]
+        return self._decoder.decode(b"".join(data))
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of a token that comes next: of its text, or of the name of a special token."""
+        return self._bytes.get(token, first=self._first)
+
+    def place(self, token: int) -> tuple[str, int]:
+        """Add a token; return the new text and the place of the token in it.
+
+        The place is the number of new characters before the character with the token's first byte.
+        """
+        if not self._bytes.has_text(token) or not (data := self._take(token)):
+            return "", 0
+        text = self._decoder.decode(data[:1])
+        unfinished, _ = self._decoder.getstate()
+        return text + self._decoder.decode(data[1:]), len(text) - (not unfinished)
 
     def tail(self) -> str:
         """Return the withheld text, as if the sequence ended here; the state does not change."""
-        pending = self._pending_bytes
-        text = self._tokenizer.decode(self._context + pending) if pending else self._context_text
-        return text[self._emitted :]
+        unfinished, _ = self._decoder.getstate()
+        return unfinished.decode(errors="replace")
 
-    def _name(self, token: int) -> str | None:
-        return None if token in self._special else self._tokenizer.id_to_token(token)
-
-
-def _finished_length(text: str) -> int:
-    """Return the length of `text` without an unfinished last character, which decodes to one U+FFFD."""
-    return len(text) - text.endswith("\ufffd")
+    def _take(self, token: int) -> bytes:
+        first, self._first = self._first, False
+        return self._bytes.get(token, first=first)

@@ -5,13 +5,14 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.sampling import draw
+from zdc_jax.generation.shaping import Shaping
 
-MAX_LOGPROBS = 5
+MAX_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities can be requested."""
 SCORE_BATCH = 128
 """Tokens scored at once, which bounds the memory of their logits over the whole vocabulary."""
@@ -30,12 +31,14 @@ class Token(NamedTuple):
 
     Attributes:
       token: token ids, [*B] int32.
+      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
       logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens, [*B, 5] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
+      top_ids: ids of the most likely tokens, [*B, 20] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
     """
 
     token: Array
+    finite: Array
     logprob: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
@@ -43,11 +46,11 @@ class Token(NamedTuple):
     @classmethod
     def zeros(cls, choice: Choice, *shape: int) -> "Token":
         """Return zeros to be filled with tokens of a batch `shape`."""
-        token = jnp.zeros(shape, jnp.int32)
+        token, finite = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
         if choice == "greedy":
-            return cls(token)
+            return cls(token, finite)
         top_shape = (*shape, MAX_LOGPROBS)
-        return cls(token, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
+        return cls(token, finite, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
 
 
 class Scores(NamedTuple):
@@ -55,8 +58,8 @@ class Scores(NamedTuple):
 
     Attributes:
       logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens at its position, [*B, 5] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
+      top_ids: ids of the most likely tokens at its position, [*B, 20] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
     """
 
     logprob: Array
@@ -65,7 +68,11 @@ class Scores(NamedTuple):
 
 
 def choose_token(
-    logits: Float[Array, "B V"], rows: RowNumbers, lengths: Int[Array, " B"], choice: Choice = "any"
+    logits: Float[Array, "B V"],
+    rows: RowNumbers,
+    lengths: Int[Array, " B"],
+    choice: Choice = "any",
+    shaping: Shaping | None = None,
 ) -> Token:
     """Return the next token of each sequence.
 
@@ -74,20 +81,27 @@ def choose_token(
       rows: sampling parameters and limits of each sequence.
       lengths: tokens of each sequence before the new one.
       choice: kind of program, which must support what `rows` request.
+      shaping: arrays from which logits are changed before the choice; None for no changes.
     """
+    shaped = logits if shaping is None else shaping.apply(logits, rows.penalties)
     if choice == "greedy":
-        return choose_greedy(logits)
-    allowed = _mask_early_stops(logits, rows, lengths)
+        return choose_greedy(shaped)
+    allowed = _mask_early_stops(shaped, rows, lengths)
     token = draw(allowed, rows.sampling, lengths) if choice == "any" else choose_greedy(allowed).token
     top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return Token(token, logprob, top_ids, top_logits - total[:, None])
+    return Token(token, _are_finite(logits), logprob, top_ids, top_logits - total[:, None])
 
 
 def choose_greedy(logits: Float[Array, "B V"]) -> Token:
     """Return the most likely token of each sequence; the lowest id wins a tie."""
-    return Token(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return Token(jnp.argmax(logits, axis=-1).astype(jnp.int32), _are_finite(logits))
+
+
+def _are_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Return whether the largest logit of each sequence is finite; a NaN among the logits is the largest."""
+    return jnp.isfinite(logits.max(axis=-1))
 
 
 def score_tokens(
@@ -103,10 +117,16 @@ def score_tokens(
     return jax.lax.map(score_one, (hidden, tokens), batch_size=SCORE_BATCH)
 
 
-def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 5"], Float[Array, "*B 5"]]:
-    """Return ids and values of the largest entries, in descending order."""
-    top_values, ids = jax.lax.top_k(values, MAX_LOGPROBS)
-    return ids.astype(jnp.int32), top_values
+def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 20"], Float[Array, "*B 20"]]:
+    """Return ids and values of the largest entries, in descending order.
+
+    Two rounds find half of them each: XLA has a kernel for up to 16 entries and sorts whole rows for more.
+    """
+    values_above, ids_above = jax.lax.top_k(values, MAX_LOGPROBS // 2)
+    others = jnp.put_along_axis(values, ids_above, -jnp.inf, axis=-1, inplace=False)
+    values_below, ids_below = jax.lax.top_k(others, MAX_LOGPROBS - MAX_LOGPROBS // 2)
+    ids = jnp.concatenate([ids_above, ids_below], axis=-1)
+    return ids.astype(jnp.int32), jnp.concatenate([values_above, values_below], axis=-1)
 
 
 def _mask_early_stops(logits: Array, rows: RowNumbers, lengths: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
 from zdc_jax.generation.steps import bucket
@@ -33,6 +34,7 @@ class Request:
       stop: strings that end a sequence.
       prefill_chunk: most prompt tokens of one prefill call.
       capacity: tokens of cache for each sequence.
+      new_text: whether each completion is a text of its own, rather than a continuation of its prompt.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -42,6 +44,7 @@ class Request:
     stop: tuple[str, ...]
     prefill_chunk: int
     capacity: int
+    new_text: bool = False
 
     @classmethod
     def from_arguments(
@@ -53,6 +56,8 @@ class Request:
         stop_tokens: Sequence[int] | int | None,
         stop: Sequence[str] | str,
         prefill_chunk: int,
+        *,
+        new_text: bool = False,
     ) -> "Request":
         """Check the arguments of `generate` and build a request.
 
@@ -63,11 +68,15 @@ class Request:
         strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))
-        stop_ids = _resolve_stop_tokens(model, stop_tokens)
+        for each in set(samplings):
+            check_sampling(model, each)
+        stop_ids = _resolve_stop_tokens(model, stop_tokens, strings)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)
         capacity = capacity_for(longest, model.config.max_positions)
-        return cls(encoded, samplings, int(max_new_tokens), stop_ids, strings, prefill_chunk, capacity)
+        return cls(
+            encoded, samplings, int(max_new_tokens), stop_ids, strings, prefill_chunk, capacity, new_text
+        )
 
 
 def capacity_for(tokens: int, max_positions: int) -> int:
@@ -150,9 +159,23 @@ def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text; raise `PromptError` if the tokenizer cannot encode it."""
+    """Return the token ids of a text.
+
+    Special tokens with which the text itself begins, as after a chat template, are not added again.
+
+    Args:
+      tokenizer: tokenizer of the model.
+      text: text to encode; names of special tokens in it become those tokens.
+      add_special_tokens: add the tokens that begin and end a text for this tokenizer, such as BOS.
+
+    Raises:
+      PromptError: the tokenizer cannot encode the text.
+    """
     with foreign_errors_as(PromptError, f"the tokenizer cannot encode {text!r:.80}"):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = encoding.ids
+    added = [*encoding.special_tokens_mask, 0].index(0)  # Tokens of the text have 0 there, special or not.
+    return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
 
 
 def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
@@ -170,8 +193,13 @@ def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
     return ids
 
 
-def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
+def token_ids(model: TextModel, prompt: Prompt, *, add_special_tokens: bool = True) -> np.ndarray:
     """Return the token ids of a prompt of any length but 0, [T] int32.
+
+    Args:
+      model: model that reads the prompt.
+      prompt: text or token ids.
+      add_special_tokens: add the special tokens that begin and end a text, such as BOS.
 
     Raises:
       PromptError: the prompt is empty, malformed, cannot be encoded, or has ids outside the vocabulary.
@@ -179,7 +207,7 @@ def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise PromptError(f"prompt={prompt!r:.80}: this model has no tokenizer; pass token ids instead")
-        ids = np.array(tokenized(model.tokenizer, prompt), np.int64)
+        ids = np.array(tokenized(model.tokenizer, prompt, add_special_tokens=add_special_tokens), np.int64)
     else:
         ids = _to_array(prompt)
     if ids.size == 0:
@@ -216,9 +244,21 @@ def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[
     return tuple(int(token) for token in ids)
 
 
-def _resolve_stop_tokens(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
-    """Return the given stop tokens, or the model's end-of-sequence ids."""
+def find_special_tokens(model: TextModel, strings: Sequence[str]) -> list[int]:
+    """Return the ids of strings that are special tokens: no text has them, so they stop as tokens."""
+    if model.tokenizer is None or not strings:
+        return []
+    added = model.tokenizer.get_added_tokens_decoder()
+    ids = {each.content: token for token, each in added.items() if each.special}
+    return [ids[string] for string in strings if string in ids]
+
+
+def _resolve_stop_tokens(
+    model: LanguageModel, stop_tokens: Sequence[int] | int | None, strings: Sequence[str]
+) -> tuple[int, ...]:
+    """Return the given stop tokens, or the model's end-of-sequence ids, and strings that are tokens."""
     stop_ids = model.config.eos_ids if stop_tokens is None else stop_token_ids(model, stop_tokens)
+    stop_ids = tuple(dict.fromkeys((*stop_ids, *find_special_tokens(model, strings))))
     if len(stop_ids) > MAX_STOP_TOKENS:
         raise PromptError(f"stop_tokens has {len(stop_ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
     return stop_ids

@@ -38,7 +38,8 @@ class Completion:
 
     Attributes:
       tokens: generated token ids, including the stop token if one ended the completion.
-      text: their text, without the stop token or stop string; None without a tokenizer.
+      text: what the tokens add to the text of the prompt, without the stop token or stop string; None without
+        a tokenizer.
       finish_reason: `stop` after a stop token or stop string, `length` at the token limit.
     """
 

@@ -13,13 +13,15 @@ from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.generation.sampling import Sampling, SamplingArrays
+from zdc_jax.generation.shaping import Penalties
 
 MAX_STOP_TOKENS = 16
-FIELDS = ("limit", "minimum", "top_k", "key_0", "key_1", "temperature", "top_p")
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+FIELDS = ("limit", "minimum", "top_k", "key_0", "key_1", "is_shaped", *FLOATS)
 """Names of the first numbers of a vector; the ids of stop tokens follow, padded with -1.
 
 `limit` is the cache length at which a sequence is full, `minimum` the one from which a stop token may end it.
-`temperature` and `top_p` are the bits of float32 numbers.
+Numbers in `FLOATS` are the bits of float32 numbers.
 """
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
 AT = {name: column for column, name in enumerate(FIELDS)}
@@ -48,13 +50,15 @@ def row_numbers(
     """
     cached = prompt_tokens - 1  # The newest token is not in the cache yet.
     temperature = sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0
-    floats = np.array([temperature, sampling.top_p or 1.0], np.float32)
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    floats = np.array([temperature, sampling.top_p or 1.0, sampling.min_p, *penalties], np.float32)
     numbers = np.full(WIDTH, -1, np.int32)
     numbers[: len(FIELDS)] = [
         cached + max_tokens,
         cached + min_tokens,
         min(sampling.top_k or _MAX_INT32, _MAX_INT32),
         *key.view(np.int32),
+        sampling.is_shaped,
         *floats.view(np.int32),
     ]
     numbers[len(FIELDS) : len(FIELDS) + len(stop_ids)] = stop_ids
@@ -68,12 +72,14 @@ class RowNumbers(NamedTuple):
       limit: cache length at which each sequence is full, [B] int32.
       minimum: cache length from which a stop token may end each sequence, [B] int32.
       sampling: sampling parameters of each sequence.
+      penalties: penalties of each sequence.
       stop_ids: stop tokens of each sequence, -1 for none, [B, MAX_STOP_TOKENS] int32.
     """
 
     limit: Array
     minimum: Array
     sampling: SamplingArrays
+    penalties: Penalties
     stop_ids: Array
 
     @classmethod
@@ -91,9 +97,17 @@ class RowNumbers(NamedTuple):
             temperature=read_float("temperature"),
             top_k=read_int("top_k"),
             top_p=read_float("top_p"),
+            min_p=read_float("min_p"),
             keys=jax.random.wrap_key_data(keys, impl="threefry2x32"),
         )
-        return cls(read_int("limit"), read_int("minimum"), sampling, numbers[:, len(FIELDS) :])
+        penalties = Penalties(
+            is_shaped=read_int("is_shaped") == 1,
+            presence=read_float("presence"),
+            frequency=read_float("frequency"),
+            repetition=read_float("repetition"),
+        )
+        stop_ids = numbers[:, len(FIELDS) :]
+        return cls(read_int("limit"), read_int("minimum"), sampling, penalties, stop_ids)
 
     def stops(self, token: Int[Array, " B"], lengths: Int[Array, " B"]) -> Array:
         """Return which sequences a new token ends, [B] bool; `lengths` counts the tokens before it."""

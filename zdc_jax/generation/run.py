@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.errors import NonFiniteError
 from zdc_jax.generation.compile_time import compile_seconds
+from zdc_jax.generation.guide import Guide
+from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Flat, SampledTokens, bucket, decode, first, padded, prefill
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import LanguageModel
@@ -62,9 +66,17 @@ class Run:
         self._implementation = implementation
         stop = StopStrings(request.stop)
         self.sequences = [
-            OutputSequence(index, model.tokenizer, request.stop_ids, stop)
-            for index in range(len(request.prompts))
+            OutputSequence(
+                index,
+                model.tokenizer,
+                request.stop_ids,
+                stop,
+                before=() if request.new_text else prompt.tolist(),
+            )
+            for index, prompt in enumerate(request.prompts)
         ]
+        self._guides = [Guide.of(model, sampling, request.stop_ids) for sampling in request.samplings]
+        self._shaping = self._guided(Shaping.of(model, request.samplings, request.prompts))
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
         self.kv_bytes = 0
@@ -74,8 +86,9 @@ class Run:
 
         If a call returns before its tokens are computed, the next call is issued at once. So the device does
         not wait for the host. Tokens decoded after a stop are discarded. On a mesh every call runs all
-        `steps`, even if fewer are needed.
+        `steps`, even if fewer are needed. With guided sequences every call runs one step.
         """
+        steps = 1 if self._is_guided else steps
         with self._timed("prefill"):
             state, results = jax.block_until_ready(self._prefill())
         for result in results:
@@ -127,7 +140,8 @@ class Run:
         if cache is None:
             cache = network.new_cache(batch=len(lengths), capacity=request.capacity)
         self.kv_bytes, cached = cache.bytes(), np.asarray(cache.lengths)
-        state, results, longest = DecodeState.of(cache), [], int((lengths - cached).max())
+        state = DecodeState.of(cache)._replace(shaping=self._shaping)
+        results, longest = [], int((lengths - cached).max())
         for start in range(0, longest, request.prefill_chunk):
             width = min(bucket(longest - start), request.prefill_chunk, cache.capacity)
             begins, remaining = cached + start, lengths - cached - start
@@ -158,12 +172,14 @@ class Run:
             implementation=self._implementation,
         )
         state, ends = DecodeState.of(cache, whole_on(network.mesh)), np.ones(len(lengths), bool)
+        state = state._replace(shaping=self._shaping)
         return first(self._flat, state, hidden, ends, self._numbers, choice=self._choice)
 
     def _decode(
         self, state: DecodeState, active: np.ndarray, steps: int
     ) -> tuple[DecodeState, SampledTokens]:
         """Start decoding of at most `steps` tokens of the active sequences."""
+        state = state._replace(shaping=self._guided(state.shaping))
         fixed = self._on_mesh and steps < self.request.max_new_tokens
         return decode(
             self._flat,
@@ -175,6 +191,21 @@ class Run:
             choice=self._choice,
             implementation=self._implementation,
         )
+
+    @property
+    def _is_guided(self) -> bool:
+        """Whether the host must know each token before the next one is chosen."""
+        return any(guide is not None for guide in self._guides)
+
+    def _guided(self, shaping: Shaping | None) -> Shaping | None:
+        """Return the arrays of a call with the masks of its next tokens."""
+        if shaping is None or not self._is_guided:
+            return shaping
+        mask = full_mask(self.model.config.vocab_size, len(self._guides))
+        for row, (guide, sequence) in enumerate(zip(self._guides, self.sequences, strict=True)):
+            if guide is not None and sequence.finish_reason is None:
+                mask[row] = guide.mask()
+        return shaping._replace(mask=jnp.asarray(mask))
 
     @property
     def _on_mesh(self) -> bool:
@@ -194,18 +225,37 @@ class Run:
         """Return whether to issue the next call before the pending tokens are read.
 
         On one device that is so while the pending tokens are not ready. On a mesh it is always so: calls do
-        not ask the host anything there, and several processes must make the same calls.
+        not ask the host anything there, and several processes must make the same calls. With guided sequences
+        it is never so.
         """
         counts: Any = pending.counts  # JAX's stubs lack `is_ready`.
-        return self._on_mesh or not counts.is_ready()
+        return not self._is_guided and (self._on_mesh or not counts.is_ready())
 
     def _deliver(self, result: SampledTokens) -> Iterator[Delta]:
-        """Append new tokens to the sequences that have not ended and yield their deltas."""
-        for sequence, chosen, new in zip(self.sequences, self.chosen, self._record(result), strict=True):
-            if new and sequence.finish_reason is None:
-                delta = sequence.append(new, full=len(chosen) >= self.request.max_new_tokens)
-                if delta is not None:
-                    yield delta
+        """Append new tokens to the sequences that have not ended and yield their deltas.
+
+        Raises:
+          NonFiniteError: a sequence goes on, but its last logits are not finite.
+        """
+        finite = np.asarray(result.finite)
+        rows = zip(self.sequences, self._guides, self.chosen, self._record(result), strict=True)
+        for sequence, guide, chosen, new in rows:
+            if not new or sequence.finish_reason is not None:
+                continue
+            broken = not finite[sequence.index, len(new) - 1]
+            kept = new[: len(new) - broken]
+            if guide is not None:
+                guide.accept(kept)
+            delta = sequence.append(
+                kept,
+                full=not broken and len(chosen) >= self.request.max_new_tokens,
+                complete=guide is not None and guide.is_complete,
+            )
+            if delta is not None:
+                yield delta
+            if broken and sequence.finish_reason is None:
+                dtype = self.model.network.dtype.name
+                raise NonFiniteError(f"prompts[{sequence.index}]: logits are", dtype)
 
     def _record(self, result: SampledTokens) -> list[list[int]]:
         """Add new tokens to `chosen` and return those of each sequence."""

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeGuard
@@ -15,11 +15,18 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import Grammar
 
 SEEDS = 2**32
 """Number of valid seeds."""
 _LARGEST = float(np.finfo(np.float32).max)
 """Largest temperature. An infinite one would turn a logit of -inf into NaN."""
+MAX_PENALTY = 2
+"""Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
+MAX_BIAS = 100
+"""Largest magnitude of a logit's bias, as in OpenAI's API."""
+REPETITION_PENALTIES = 1e-3, 1e3
+"""Smallest and largest repetition penalty; logits stay finite in float32 within these limits."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,22 @@ class Sampling:
       top_p: sample among the smallest set of most likely tokens with this probability, in (0, 1]; None for
         all.
       seed: seed of the draws, from 0 to 2**32 - 1.
+      min_p: sample among tokens with at least this share of the largest probability, from 0 to 1. It applies
+        before `top_k` and `top_p`.
+      presence_penalty: subtracted from the logits of tokens that were generated before, from -2 to 2.
+      frequency_penalty: subtracted from a token's logit for each time it was generated, from -2 to 2.
+      repetition_penalty: logits of tokens in the prompt or the answer are divided by this number if they are
+        positive, and multiplied with it otherwise; from 0.001 to 1000, 1 for none.
+      logit_bias: numbers from -100 to 100 that are added to logits, by token id. The mapping is stored as
+        sorted pairs.
+      allowed_token_ids: ids of the only tokens that may be generated; None for all. Stop tokens are not
+        added to them.
+      bad_words: words that are not generated. The last token of a word is forbidden after its other tokens.
+      grammar: language that the answer belongs to, unless it ends at its token limit or a stop string. This
+        needs the package llguidance.
+
+    The order is that of vLLM: forbidden tokens, bias, repetition penalty, frequency and presence penalties,
+    temperature, `min_p`, then `top_k` and `top_p`. Log-probabilities are those before all of them.
 
     Raises:
       PromptError: a value is outside its range.
@@ -41,6 +64,14 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= _number(self.temperature) <= _LARGEST:
@@ -53,6 +84,63 @@ class Sampling:
             raise PromptError(f"top_p={self.top_p!r:.80} must be a number in (0, 1], or None")
         if not (is_whole(self.seed) and 0 <= self.seed < SEEDS):
             raise PromptError(f"seed={self.seed!r} must be a whole number from 0 to {SEEDS - 1}")
+        if not 0 <= _number(self.min_p) <= 1:
+            raise PromptError(f"min_p={self.min_p!r:.80} must be a number from 0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(_number(value := getattr(self, name))) <= MAX_PENALTY:
+                raise PromptError(
+                    f"{name}={value!r:.80} must be a number from -{MAX_PENALTY} to {MAX_PENALTY}"
+                )
+        least, most = REPETITION_PENALTIES
+        if not least <= _number(self.repetition_penalty) <= most:
+            raise PromptError(
+                f"repetition_penalty={self.repetition_penalty!r:.80} must be a number from {least:g} to "
+                f"{most:g}"
+            )
+        # Tuples, so that equal parameters have equal hashes.
+        object.__setattr__(self, "logit_bias", _sorted_biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _word_tuple(self.bad_words))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise PromptError(f"grammar={self.grammar!r:.80} must be a Grammar, or None")
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether logits are changed before a token is chosen, so that programs need a `Shaping`."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        restricted = self.allowed_token_ids is not None or self.grammar is not None
+        return bool(penalties != (0, 0, 1) or self.logit_bias or self.bad_words or restricted)
+
+
+def _sorted_biases(biases: Any) -> tuple[tuple[int, float], ...]:
+    """Return biases as sorted pairs; raise `PromptError` unless they map token ids to numbers."""
+    try:
+        pairs = sorted(dict(biases).items())
+    except (TypeError, ValueError):
+        pairs = [(None, None)]
+    if not all(is_whole(token) and abs(_number(bias)) <= MAX_BIAS for token, bias in pairs):
+        raise PromptError(
+            f"logit_bias={biases!r:.80} must map token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+        )
+    return tuple((int(token), float(bias)) for token, bias in pairs)
+
+
+def _allowed_ids(ids: Any) -> tuple[int, ...]:
+    """Return token ids without repetitions; raise `PromptError` unless there is at least one."""
+    is_list = isinstance(ids, Iterable) and not isinstance(ids, str)
+    tokens = list(ids) if is_list else []
+    if not tokens or not all(is_whole(token) for token in tokens):
+        raise PromptError(f"allowed_token_ids={ids!r:.80} must be a list of one token id or more, or None")
+    return tuple(sorted({int(token) for token in tokens}))
+
+
+def _word_tuple(words: Any) -> tuple[str, ...]:
+    """Return words as a tuple; raise `PromptError` unless all are non-empty strings."""
+    is_list = isinstance(words, Iterable) and not isinstance(words, str)
+    if not is_list or not all(isinstance(word, str) and word.strip() for word in words):
+        raise PromptError(f"bad_words={words!r:.80} must be a list of words, none of them empty or blank")
+    return tuple(words)
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -77,12 +165,14 @@ class SamplingArrays(NamedTuple):
       temperature: [B] float32, 0 for greedy sequences.
       top_k: [B] int32.
       top_p: [B] float32.
+      min_p: [B] float32.
       keys: [B] JAX random keys.
     """
 
     temperature: Array
     top_k: Array
     top_p: Array
+    min_p: Array
     keys: Array
 
 
@@ -119,7 +209,9 @@ def draw(
     # The largest logit becomes 0 before the division, so that no temperature makes it infinite.
     shifted = logits - logits.max(axis=-1, keepdims=True)
     scaled = shifted / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
-    restricted = restrict(scaled, sampling.top_k, sampling.top_p)
+    # The largest of the scaled logits is 0.
+    likely = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+    restricted = restrict(likely, sampling.top_k, sampling.top_p)
     keys = jax.vmap(jax.random.fold_in)(sampling.keys, positions)
     drawn = jax.vmap(jax.random.categorical)(keys, restricted)
     return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))

@@ -22,6 +22,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.row_numbers import RowNumbers
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.model.together import Place, extend_together
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
@@ -79,11 +80,13 @@ class DecodeState(NamedTuple):
       cache: KV cache.
       last: newest token of each sequence, which is not in the cache yet, [B] int32.
       done: whether that token is a stop token, [B] bool.
+      shaping: arrays from which logits are changed before a token is chosen; None for no changes.
     """
 
     cache: KVCache
     last: Int[Array, " B"]
     done: Bool[Array, " B"]
+    shaping: Shaping | None = None
 
     @classmethod
     def of(cls, cache: KVCache, where: Sharding | None = None) -> "DecodeState":
@@ -113,14 +116,16 @@ class SampledTokens(NamedTuple):
       tokens: token ids, [B, steps] int32.
       counts: number of valid tokens of each sequence, [B] int32.
       lengths: cache length of each sequence that got tokens, after the step, [B] int32.
+      finite: whether each token was chosen from finite logits, [B, steps] bool. Otherwise it is the last one.
       logprob: log-probability of each token, [B, steps]; None if the program does not compute it.
-      top_ids: ids of the most likely tokens, [B, steps, 5] int32, or None.
-      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 5], or None.
+      top_ids: ids of the most likely tokens, [B, steps, 20] int32, or None.
+      top_logprobs: log-probabilities of the most likely tokens, [B, steps, 20], or None.
     """
 
     tokens: Array
     counts: Array
     lengths: Array
+    finite: Array
     logprob: Array | None
     top_ids: Array | None
     top_logprobs: Array | None
@@ -128,7 +133,7 @@ class SampledTokens(NamedTuple):
     @property
     def parts(self) -> Token:
         """The tokens and their log-probabilities."""
-        return Token(self.tokens, self.logprob, self.top_ids, self.top_logprobs)
+        return Token(self.tokens, self.finite, self.logprob, self.top_ids, self.top_logprobs)
 
 
 def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
@@ -151,7 +156,8 @@ def choose(
     frontier: Frontier,
     numbers: Int[Array, "B WIDTH"],
     choice: Choice = "any",
-) -> tuple[Array, Array, SampledTokens]:
+    shaping: Shaping | None = None,
+) -> tuple[Array, Array, SampledTokens, Array | None]:
     """Choose the next token of the active sequences.
 
     Args:
@@ -161,17 +167,36 @@ def choose(
       frontier: hidden states and lengths of the sequences.
       numbers: packed request parameters (`row_numbers`).
       choice: kind of program.
+      shaping: arrays from which logits are changed before the choice; None for no changes.
 
     Returns:
-      The new `last` and `done`, and the tokens as one step.
+      The new `last` and `done`, the tokens as one step, and the new counts of `shaping`, if any. A token from
+      logits that are not finite ends its sequence.
     """
     rows, logits = RowNumbers.of(numbers), embeddings.unembed(frontier.hidden)
-    new = choose_token(logits, rows, frontier.lengths, choice)
+    new = choose_token(logits, rows, frontier.lengths, choice, shaping)
     last = jnp.where(frontier.active, new.token, last)
-    done = jnp.where(frontier.active, rows.stops(new.token, frontier.lengths), done)
+    ends = rows.stops(new.token, frontier.lengths) | ~new.finite
+    done = jnp.where(frontier.active, ends, done)
     one_step = jax.tree.map(lambda x: x[:, None], new)
-    counts = frontier.active.astype(jnp.int32)
-    return last, done, SampledTokens(one_step.token, counts, frontier.lengths, *one_step[1:])
+    chosen = SampledTokens(one_step.token, frontier.active.astype(jnp.int32), frontier.lengths, *one_step[1:])
+    counts = None if shaping is None else shaping.counted(new.token, frontier.active)
+    return last, done, chosen, counts
+
+
+def _choose_in_state(
+    embeddings: Embeddings,
+    state: DecodeState,
+    frontier: Frontier,
+    numbers: Int[Array, "B WIDTH"],
+    choice: Choice,
+) -> tuple[DecodeState, SampledTokens]:
+    """Run `choose` on a state whose cache is up to date; return the new state and the tokens."""
+    last, done, chosen, counts = choose(
+        embeddings, state.last, state.done, frontier, numbers, choice, state.shaping
+    )
+    shaping = None if counts is None or state.shaping is None else state.shaping._replace(counts=counts)
+    return DecodeState(state.cache, last, done, shaping), chosen
 
 
 def advance(
@@ -268,8 +293,9 @@ def first(
 ) -> tuple[DecodeState, SampledTokens]:
     """Choose the first token of the prompts that end; `hidden` is the state of each prompt's last token."""
     network, frontier = flat.whole, Frontier(hidden, ends, state.cache.lengths)
-    last, done, chosen = choose(network.embeddings, state.last, state.done, frontier, numbers, choice)
-    return _replicate_results(network, DecodeState(state.cache, last, done), chosen)
+    return _replicate_results(
+        network, *_choose_in_state(network.embeddings, state, frontier, numbers, choice)
+    )
 
 
 @partial(
@@ -330,13 +356,15 @@ def decode_steps(
     def run_step(carry: tuple[DecodeState, Array, Array, Token]) -> tuple[DecodeState, Array, Array, Token]:
         state, index, counts, tokens = carry
         cache, frontier = advance(network, state, wanted, numbers, implementation)
-        last, done, new = choose(network.embeddings, state.last, state.done, frontier, numbers, choice)
+        state, new = _choose_in_state(
+            network.embeddings, state._replace(cache=cache), frontier, numbers, choice
+        )
 
         def write(all_steps: Array, one_step: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(all_steps, one_step, index, 1)
 
         tokens = jax.tree.map(write, tokens, new.parts)
-        return DecodeState(cache, last, done), index + 1, counts + new.counts, tokens
+        return state, index + 1, counts + new.counts, tokens
 
     batch = len(state.last)
     begin = state, jnp.int32(0), jnp.zeros(batch, jnp.int32), Token.zeros(choice, batch, steps)
@@ -356,4 +384,4 @@ def _replicate_results(
         return state, chosen
     results = (state.last, state.done, chosen)
     last, done, chosen = jax.lax.with_sharding_constraint(results, whole_on(network.mesh))
-    return DecodeState(state.cache, last, done), chosen
+    return state._replace(last=last, done=done), chosen

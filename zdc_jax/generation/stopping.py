@@ -44,6 +44,14 @@ class OutputSequence:
     A sequence ends with the first token after which its text contains a stop string; its text ends before
     that string. Without a tokenizer there is no text.
 
+    Args:
+      index: index of the prompt.
+      tokenizer: tokenizer of the model, or None.
+      stop_ids: token ids that end the sequence.
+      stop: strings that end the sequence.
+      before: tokens that the text continues; none for a text of its own.
+      min_tokens: fewest tokens before a stop token or stop string may end the sequence.
+
     Attributes:
       index: index of the prompt.
       min_tokens: fewest tokens before a stop token or stop string may end the sequence.
@@ -57,17 +65,19 @@ class OutputSequence:
         tokenizer: Tokenizer | None,
         stop_ids: Sequence[int],
         stop: StopStrings,
+        *,
+        before: Sequence[int],
         min_tokens: int = 0,
     ):
         self.index, self.min_tokens = index, min_tokens
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer)
+        self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer, before)
         self._stop_ids, self._stop = frozenset(stop_ids), stop
         self._text = ""
         self._shown = 0
 
-    def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
+    def append(self, tokens: Sequence[int], *, full: bool, complete: bool = False) -> Delta | None:
         """Add new tokens and return what can be shown now, or None for nothing.
 
         Must not be called after the sequence has ended.
@@ -75,6 +85,7 @@ class OutputSequence:
         Args:
           tokens: new token ids; only the last one may be a stop token.
           full: whether the sequence has reached its token limit.
+          complete: whether the answer belongs to its grammar and nothing may follow.
         """
         before = len(self.tokens)
         stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
@@ -82,6 +93,8 @@ class OutputSequence:
             self._end("stop", end)
         elif stopped:
             self.tokens.append(tokens[-1])
+            self._end("stop")
+        elif complete:
             self._end("stop")
         elif full:
             self._end("length")

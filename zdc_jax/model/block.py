@@ -1,6 +1,7 @@
 """One transformer layer, and the types of its attention and projection functions."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, skip_reduction
+from zdc_jax.model.tiles import by_tiles, split_tokens
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -36,7 +38,16 @@ def map_tokens(change: Callable[[Array], Array], q: Array, k: NewKeys, v: Any) -
 class Block(nnx.Module):
     """Transformer layer: attention and feed-forward, each added to its input, with the norms of `spec`."""
 
-    def __init__(self, weights: Mapping[str, Any], config: ModelConfig, spec: LayerSpec):
+    def __init__(
+        self,
+        weights: Mapping[str, Any],
+        config: ModelConfig,
+        spec: LayerSpec,
+        *,
+        reproducible: bool = False,
+    ):
+        """Create the layer; `reproducible` as in `Transformer`."""
+
         def norm(name):
             return Norm(weights[name], config)
 
@@ -47,6 +58,7 @@ class Block(nnx.Module):
         self.attention = Attention(weights["attention"], config, spec)
         self.mlp = FeedForward(weights["mlp"], config.activation)
         self.norms, self.residual_scale = spec.norms, config.residual_scale
+        self.reproducible = reproducible
 
     def __call__(
         self,
@@ -61,11 +73,17 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             q, k, v = self.projected(x, positions, implementation, project)
             o, aux = attend(q, k, v)
+        finish = partial(self._finish, reduce=reduce)
+        return by_tiles(finish, x, o) if self.reproducible else finish(x, o), aux
+
+    def _finish(self, x: Float[Array, "B T D"], o: Float[Array, "B T N Z"], reduce: Reduce) -> Array:
+        """Return the layer's output from its input and the outputs of the heads."""
+        with jax.named_scope("attention"):
             y = self.attention.output(o, reduce)
             x = self._sum(x, y, self.attention_norm, self.attention_output_norm)
         with jax.named_scope("mlp"):
             y = self.mlp(self._input(x, self.mlp_norm), reduce)
-            return self._sum(x, y, self.mlp_norm, self.mlp_output_norm), aux
+            return self._sum(x, y, self.mlp_norm, self.mlp_output_norm)
 
     def projected(
         self,
@@ -75,7 +93,15 @@ class Block(nnx.Module):
         project: Project = project_uniformly,
     ) -> tuple[Array, NewKeys, Any]:
         """Return q, k and v in the form that `attend` expects."""
-        return project(self.attention, self._input(x, self.attention_norm), positions, implementation)
+
+        def compute(x: Array, positions: Array) -> tuple[Array, NewKeys, Any]:
+            return project(self.attention, self._input(x, self.attention_norm), positions, implementation)
+
+        if not self.reproducible:
+            return compute(x, positions)
+        # What is no array of tokens, such as a basis, comes from one token.
+        _, rebuild = split_tokens(*compute(x[:, :1], positions[:, :1]))
+        return rebuild(by_tiles(lambda *tile: split_tokens(*compute(*tile))[0], x, positions))
 
     def _input(self, x: Array, norm: Norm) -> Array:
         return x if self.norms == "post" else norm(x)

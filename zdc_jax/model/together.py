@@ -17,8 +17,10 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State
 from zdc_jax.model.block import Block, map_tokens
+from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
 
 
 class Place(NamedTuple):
@@ -157,7 +159,16 @@ def _layer(
     # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
     x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
-    def attend(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
+    def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any]]:
+        batch = jnp.arange(len(end))
+        of_token = jnp.concatenate([place.row[packing.chunk], batch])
+        ends = jnp.concatenate([place.end[packing.chunk], end])
+        attended = attend_one_by_one(
+            spec, state, q, k, v, of_token[None], positions, ends[None], aux[0], call(table=table)
+        )
+        return attended.o, (attended.state, (attended.aux, None))
+
+    def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
         q, k, v = map_tokens(take_chunks, *qkv)
         prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], call(table=chunk_table))
         updated = spec.with_rows(state, place.row, prefilled.state)
@@ -168,5 +179,6 @@ def _layer(
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (decoded.state, (prefilled.aux, decoded.aux))
 
+    attend = attend_alike if block.reproducible else attend_apart
     x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
     return x, state, aux

@@ -16,6 +16,7 @@ from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.layers import Norm, Reduce, param, skip_reduction
+from zdc_jax.model.tiles import attend_one_by_one, by_tiles
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token, einsum_f32
 from zdc_jax.ops.new_keys import NewKeys
@@ -25,7 +26,9 @@ from zdc_jax.plan import CompressionPlan
 class Embeddings(nnx.Module):
     """Token embeddings (and learned positions), final norm and output head."""
 
-    def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
+    def __init__(self, weights: Mapping[str, Any], config: ModelConfig, *, reproducible: bool = False):
+        """Create them; `reproducible` as in `Transformer`."""
+        self.reproducible = reproducible
         self.tokens = nnx.Param(weights["tokens"])
         self.positions = param(weights, "positions")
         self.project_in = param(weights, "project_in")
@@ -41,13 +44,19 @@ class Embeddings(nnx.Module):
         if self.scale != 1:
             x *= jnp.asarray(self.scale, x.dtype)
         if self.project_in is not None:
-            x = x @ self.project_in[...]
+            matrix = self.project_in[...]
+            x = by_tiles(lambda x: x @ matrix, x) if self.reproducible else x @ matrix
         if self.positions is not None:
             x = x + self.positions[...][positions + self.position_offset]
         return x
 
     def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Return float32 logits."""
+        if not self.reproducible:
+            return self._compute_logits(x)
+        return by_tiles(self._compute_logits, x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+    def _compute_logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.project_out is not None:
@@ -74,14 +83,28 @@ class Transformer(nnx.Module):
         plan: CompressionPlan,
         embeddings: Mapping[str, Any],
         layers: Iterable[Mapping[str, Any]],
+        *,
+        reproducible: bool = False,
     ):
-        """Put weights on the default device; `layers` are consumed in order, one at a time."""
+        """Put weights on the default device; `layers` are consumed in order, one at a time.
+
+        With `reproducible`, the results for a token are those of one arithmetic, whatever else a program
+        computes (`zdc_jax.model.tiles`).
+        """
         self.config, self.plan = config, plan
-        self.embeddings = Embeddings(jax.tree.map(jnp.asarray, embeddings), config)
+        self.embeddings = Embeddings(jax.tree.map(jnp.asarray, embeddings), config, reproducible=reproducible)
         blocks = zip(layers, config.layers, strict=True)
         self.layers = nnx.List(
-            [Block(jax.tree.map(jnp.asarray, layer), config, spec) for layer, spec in blocks]
+            [
+                Block(jax.tree.map(jnp.asarray, layer), config, spec, reproducible=reproducible)
+                for layer, spec in blocks
+            ]
         )
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the results for a token do not depend on what else a program computes."""
+        return self.embeddings.reproducible
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -145,7 +168,9 @@ class Transformer(nnx.Module):
           Hidden states (unspecified for padding), and the extended cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, aux = duplicate_single_token(self.embeddings.embed(tokens, positions)), None
+        x, aux = self.embeddings.embed(tokens, positions), None
+        if not self.reproducible:
+            x = duplicate_single_token(x)
         states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
             x, states[index], aux = _extend_layer(
@@ -244,6 +269,12 @@ def extend_layer(
     batch = len(end)
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
+        if block.reproducible:
+            rows, ends = (
+                jnp.broadcast_to(each[:, None], positions.shape) for each in (jnp.arange(batch), end)
+            )
+            attended = attend_one_by_one(spec, state, q, k, v, rows, positions, ends, aux, call)
+            return attended.o, (attended.state, attended.aux)
         q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
         attended = spec.attend(state, q, k, v, positions, end, aux, call)
         o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))

@@ -105,7 +105,7 @@ class FrontServer:
         """Return the ASGI application for Ray Serve."""
         settings = self._settings
         keys = collect_keys(Path(settings.api_key_file) if settings.api_key_file else None)
-        app = make_app(self._front, name=settings.name, api_keys=keys)
+        app = make_app(self._front, name=settings.name, aliases=settings.aliases, api_keys=keys)
         return wrap(app, HttpSettings(allowed_origins=tuple(settings.allowed_origins), access_log=False))
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event, Serving
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.guide import check_sampling
 from zdc_jax.loading import TextModel
 
 logger = logging.getLogger("zdc_jax")
@@ -168,6 +169,8 @@ async def stream(engine: Serving, request: EngineRequest) -> AsyncGenerator[Even
         loop.call_soon_threadsafe(arrived.put_nowait, event)
 
     try:
+        if request.sampling.grammar is not None:  # Compiling takes up to a second.
+            await asyncio.to_thread(check_sampling, engine.model, request.sampling)
         ticket = engine.submit(request, notify)
     except Busy as error:
         raise ReplicaLostError(str(error)) from error

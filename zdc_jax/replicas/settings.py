@@ -17,6 +17,7 @@ class ReplicaSettings:
     Attributes:
       path: converted folder, at the same path on all machines.
       name: name of the model in the API.
+      aliases: further names of the model in the API.
       plan: compression plan, or the path of its JSON file; None for no compression.
       replicas: number of replicas.
       gpus: GPUs of each replica.
@@ -33,12 +34,14 @@ class ReplicaSettings:
 
     path: str
     name: str
+    aliases: tuple[str, ...] = ()
     plan: CompressionPlan | str | None = None
     replicas: int = 2
     gpus: float = 0
     engine: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     max_positions: int | None = None
+    reproducible: bool = False
     drain_seconds: float = 30.0
     api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -56,7 +59,13 @@ class ReplicaSettings:
 
     def new_engine(self) -> Serving:
         """Load the model and start an engine."""
-        model = load(self.path, self.plan, dtype=self.dtype, max_positions=self.max_positions)
+        model = load(
+            self.path,
+            self.plan,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            reproducible=self.reproducible,
+        )
         return Engine(model, EngineConfig(**self.engine))
 
     def text_side(self) -> tuple[TextModel, int]:

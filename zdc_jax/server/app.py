@@ -1,24 +1,29 @@
-"""Routes of the server: OpenAI's completions, chats and models, vLLM's tokenize, health and metrics."""
+"""Routes of the server: OpenAI's completions, chats and models, and those of vLLM."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
+from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.api_keys import make_guard
+from zdc_jax.server.body import Body, ModelRequest, read_body, show
 from zdc_jax.server.errors import HANDLERS, RequestError, report_errors_of
 from zdc_jax.server.keep_alive import keep_alive
 from zdc_jax.server.metrics import Metrics
@@ -28,17 +33,23 @@ from zdc_jax.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    ModelRequest,
     TokenizeRequest,
 )
 from zdc_jax.server.replies import Reply, make_reply
+from zdc_jax.server.response_reply import ResponseReply, stream_response
+from zdc_jax.server.responses import ResponseRequest
 
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
 
 
 def make_app(
-    engine: Serving, *, name: str, api_keys: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES
+    engine: Serving,
+    *,
+    name: str,
+    aliases: Sequence[str] = (),
+    api_keys: Collection[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -46,31 +57,16 @@ def make_app(
 
     Args:
       engine: engine that answers requests; the caller closes it.
-      name: name of the model in the API.
-      api_keys: keys of which clients must send one, except to `/`, `/health` and `/metrics`.
+      name: name of the model in the API and in metrics.
+      aliases: further names of the model in the API.
+      api_keys: keys of which clients must send one, except to `/`, `/health`, `/ping` and `/metrics`.
       max_body_bytes: largest request; larger ones are refused.
 
     Raises:
       ValueError: a key is empty.
     """
-    api = Api(engine, name, Metrics(engine, name))
-    routes = [
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
-    ]
-    app = Starlette(
-        routes=[
-            Route("/", show_page),
-            Route("/health", api.health),
-            Route("/metrics", api.show_metrics),
-            Mount("/", routes=routes, middleware=make_guard(api_keys)),
-        ],
-        exception_handlers=HANDLERS,
-        max_body_size=max_body_bytes,
-    )
+    api = Api(engine, (name, *aliases), Metrics(engine, name), max_body_bytes)
+    app = Starlette(routes=api.routes(make_guard(api_keys)), exception_handlers=HANDLERS)
     app.state.closing = False
     return app
 
@@ -81,27 +77,84 @@ class Api:
 
     Attributes:
       engine: engine that answers requests.
-      name: name of the model in the API.
+      names: names of the model in the API.
       metrics: metrics of the server.
+      max_body_bytes: largest request.
     """
 
     engine: Serving
-    name: str
+    names: tuple[str, ...]
     metrics: Metrics
+    max_body_bytes: int
+
+    def routes(self, guard: Sequence[Middleware]) -> list[Route]:
+        """Return the routes; clients pass `guard` first, except where programs watch the server."""
+        return [
+            Route("/", show_page),
+            Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
+            Route("/v1/responses", self.responses, methods=["POST"], middleware=guard),
+            Route("/v1/embeddings", self.refuse_embeddings, methods=["POST"], middleware=guard),
+            Route("/v1/models", self.models, middleware=guard),
+            Route("/v1/models/{model:path}", self.model, middleware=guard),
+            Route("/version", self.version, middleware=guard),
+            Route("/tokenizer_info", self.tokenizer_info, middleware=guard),
+            Route("/tokenize", self.tokenize, methods=["POST"], middleware=guard),
+            Route("/detokenize", self.detokenize, methods=["POST"], middleware=guard),
+            Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/metrics", self.show_metrics),
+        ]
 
     async def completions(self, http: Request) -> Response:
         """Continue prompts given as text or token ids."""
-        return await self._answer(http, CompletionRequest.model_validate_json(await http.body()))
+        return await self._answer(http, await self._read(CompletionRequest, http))
 
     async def chat_completions(self, http: Request) -> Response:
         """Answer the messages of a chat."""
-        return await self._answer(http, ChatRequest.model_validate_json(await http.body()))
+        return await self._answer(http, await self._read(ChatRequest, http))
+
+    async def responses(self, http: Request) -> Response:
+        """Answer items of text and tool calls."""
+        body = await self._read(ResponseRequest, http)
+        self._check_model(body.model)
+        model, length = self.engine.model, self.engine.max_model_len
+        chat = body.to_chat()
+        request = await run_in_threadpool(body.engine_request, chat, model, length)
+        reply = ResponseReply(body.model or self.names[0], model, body, chat, request)
+        answers = Answers.submit(self.engine, [request], self.metrics)
+        if body.stream:
+            return EventStream(answers, stream_response(answers, reply))
+        return await _answer_whole(http, answers, reply)
+
+    async def refuse_embeddings(self, http: Request) -> Response:
+        """Refuse by name what clients expect of servers with OpenAI's API."""
+        raise RequestError("/v1/embeddings: this server generates text only; use a server for embeddings")
 
     async def models(self, http: Request) -> Response:
-        """List the served model."""
-        model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "zdc-jax"}
-        model |= {"max_model_len": self.engine.max_model_len}
-        return JSONResponse({"object": "list", "data": [model]})
+        """List the served model under each of its names."""
+        return JSONResponse({"object": "list", "data": [self._describe_model(name) for name in self.names]})
+
+    async def model(self, http: Request) -> Response:
+        """Describe the served model."""
+        name = http.path_params["model"]
+        self._check_model(name)
+        return JSONResponse(self._describe_model(name))
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "zdc-jax"}
+        return model | {"root": self.names[0], "max_model_len": self.engine.max_model_len}
+
+    async def version(self, http: Request) -> Response:
+        """Return the version of this package."""
+        return JSONResponse({"version": version("zdc-jax")})
+
+    async def tokenizer_info(self, http: Request) -> Response:
+        """Return the special tokens and the chat template, under the names of tokenizer_config.json."""
+        template = self.engine.model.chat_template
+        tokens = {} if template is None else dict(template.special_tokens)
+        source = None if template is None else template.source
+        return JSONResponse(tokens | {"chat_template": source, "model_max_length": self.engine.max_model_len})
 
     async def health(self, http: Request) -> Response:
         """Answer 200 while the server accepts requests, otherwise 503."""
@@ -113,7 +166,7 @@ class Api:
 
     async def tokenize(self, http: Request) -> Response:
         """Convert a text to token ids."""
-        body = TokenizeRequest.model_validate_json(await http.body())
+        body = await self._read(TokenizeRequest, http)
         special = body.add_special_tokens
         with report_errors_of("prompt"):
             tokens = await run_in_threadpool(
@@ -124,36 +177,47 @@ class Api:
 
     async def detokenize(self, http: Request) -> Response:
         """Convert token ids, special ones included, to text."""
-        body = DetokenizeRequest.model_validate_json(await http.body())
-        decode = self._get_tokenizer(body).decode
-        return JSONResponse(
-            {"prompt": await run_in_threadpool(decode, body.tokens, skip_special_tokens=False)}
-        )
+        body = await self._read(DetokenizeRequest, http)
+        join = get_token_bytes(self._get_tokenizer(body)).join
+        return JSONResponse({"prompt": await run_in_threadpool(join, body.tokens)})
+
+    async def _read[AnyBody: Body](self, kind: type[AnyBody], http: Request) -> AnyBody:
+        """Read the body of a request; raise `RequestError` if it is too large or a field is wrong."""
+        data = bytearray()
+        async for part in http.stream():
+            data += part
+            if len(data) > self.max_body_bytes:
+                raise RequestError(
+                    f"the body has more than {self.max_body_bytes:,} bytes; send less", status=413
+                )
+        return read_body(kind, bytes(data))
 
     def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
-        self._check_model(body)
+        self._check_model(body.model)
         if self.engine.model.tokenizer is None:
             raise RequestError("this model has no tokenizer, which /tokenize and /detokenize need")
         return self.engine.model.tokenizer
 
-    def _check_model(self, body: ModelRequest) -> None:
-        if body.model not in (None, self.name):
-            message = f"model={body.model!r:.80} is not served here; the only model is {self.name!r}"
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            served = " or ".join(map(show, self.names))
+            message = f"model={show(name)} is not served here; the only model is {served}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     async def _answer(self, http: Request, body: GenerationRequest) -> Response:
         """Submit a request to the engine, and answer whole or as a stream."""
-        self._check_model(body)
+        self._check_model(body.model)
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
-        reply = make_reply(body, self.name, self.engine.model.tokenizer, requests)
+        reply = make_reply(body, body.model or self.names[0], self.engine.model, requests)
         answers = Answers.submit(self.engine, requests, self.metrics)
         if body.stream:
-            return EventStream(answers, reply, body.stream_options.include_usage)
+            events = _stream_events(answers, reply, body.stream_options.include_usage)
+            return EventStream(answers, events)
         return await _answer_whole(http, answers, reply)
 
 
-async def _answer_whole(http: Request, answers: Answers, reply: Reply) -> Response:
+async def _answer_whole(http: Request, answers: Answers, reply: Reply | ResponseReply) -> Response:
     """Return the complete answer; cancel it if the client disconnects before."""
     watch = asyncio.create_task(_wait_for_disconnect(http))
     # Cancelled requests end with an event, so the loop below ends, too. Ended requests are unaffected.
@@ -179,8 +243,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, reply: Reply, include_usage: bool):
-        super().__init__(_stream_events(answers, reply, include_usage), headers={"Cache-Control": "no-cache"})
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -41,12 +40,32 @@ class RequestError(ZDCError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) -> RequestError:
+    """Return the error for a prompt that leaves too few tokens for its answer.
+
+    Clients recognise the code and the first sentence, which are OpenAI's, and then shorten the prompt.
+
+    Args:
+      param: request field with the prompt.
+      prompt: number of prompt tokens.
+      answer: fewest tokens of the answer.
+      max_model_len: most tokens of a prompt and its answer together.
+    """
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{prompt + answer} tokens ({prompt} in the {param}, {answer} in the completion). Please reduce the "
+        f"length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 @contextmanager
 def report_errors_of(param: str) -> Iterator[None]:
-    """Convert a `PromptError` inside the context to a `RequestError` of this request field."""
+    """Convert `PromptError` and `ChatError` inside the context to a `RequestError` of this request field."""
     try:
         yield
-    except PromptError as error:
+    except (PromptError, ChatError) as error:
         raise RequestError(str(error), param=param) from error
 
 
@@ -56,14 +75,6 @@ def _get_error_type(status: int) -> str:
     return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
 
 
-def describe_invalid(error: ValidationError) -> RequestError:
-    """Convert the first finding of pydantic to a `RequestError`."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    message = f"{place}: {first['msg']}" if place else first["msg"]
-    return RequestError(message, param=str(first["loc"][0]) if place else None)
-
-
 def make_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return the HTTP response for an error."""
     return JSONResponse(error.body, error.status, headers)
@@ -71,10 +82,6 @@ def make_response(error: RequestError, headers: dict[str, str] | None = None) ->
 
 async def _on_request_error(request: Request, error: Any) -> JSONResponse:
     return make_response(error)
-
-
-async def _on_invalid(request: Request, error: Any) -> JSONResponse:
-    return make_response(describe_invalid(error))
 
 
 async def _on_refused(request: Request, error: Any) -> JSONResponse:
@@ -91,7 +98,13 @@ async def _on_busy(request: Request, error: Any) -> JSONResponse:
 
 async def _on_http(request: Request, error: Any) -> JSONResponse:
     """Answer requests with an unknown path or a wrong method."""
-    return make_response(RequestError(error.detail, status=error.status_code), error.headers)
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        message, code = f"{asked}: this path accepts {error.headers['Allow']} only", "method_not_supported"
+    else:
+        paths = ", ".join(sorted(route.path for route in request.app.routes))
+        message, code = f"{asked}: unknown path; this server has {paths}", "unknown_url"
+    return make_response(RequestError(message, status=error.status_code, code=code), error.headers)
 
 
 async def _on_disconnect(request: Request, error: Any) -> JSONResponse:
@@ -105,7 +118,6 @@ async def _on_bug(request: Request, error: Any) -> JSONResponse:
 
 HANDLERS: dict[Any, HTTPExceptionHandler] = {
     RequestError: _on_request_error,
-    ValidationError: _on_invalid,
     PromptError: _on_refused,
     ChatError: _on_refused,
     Busy: _on_busy,

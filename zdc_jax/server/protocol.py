@@ -1,26 +1,39 @@
 """Bodies of client requests: their validation, and their conversion to engine requests.
 
-Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
-`cache_salt` and `chat_template_kwargs` are vLLM's. Unknown fields are ignored, since clients send many.
-Unsupported fields that would change the answer are refused by name.
+Names and defaults are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`,
+`ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`, `cache_salt` and `chat_template_kwargs` are vLLM's.
+Fields that are not implemented are listed in `fields.py`.
 """
 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
-from zdc_jax.engine.checks import check_length, resolve_stop_ids
+from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
+from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
-from zdc_jax.generation.sampling import SEEDS, Sampling
+from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
+from zdc_jax.generation.shaping import token_biases
 from zdc_jax.loading import TextModel
-from zdc_jax.server.errors import RequestError, report_errors_of
+from zdc_jax.server.body import Body, ModelRequest, show
+from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
+from zdc_jax.server.fields import (
+    IGNORED,
+    IGNORED_IN_COMPLETIONS,
+    IGNORED_IN_STREAMS,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+)
+from zdc_jax.server.messages import ChatMessage
+from zdc_jax.server.structured import StructuredRequest
+from zdc_jax.server.tools import Tool, ToolOutput, require_format
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -29,67 +42,34 @@ MAX_REQUESTS = 128
 """Most prompts of one body, times `n`."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion."""
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,),
-}
-"""Unsupported fields, with the values that are accepted because they have no effect; null always is."""
+SWITCHES = {"enable_thinking", "thinking"}
+"""Variables that clients set for all models; templates of models that do not think ignore them."""
+OWN_VARIABLES = {"tools", "documents"}
+"""Variables of templates that have fields of their own."""
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, Field(pattern=r"\S")]
+"""Text that is not blank."""
 
 
-def _wrap_prompt(prompt: Any) -> Any:
-    """Wrap a single prompt in a list."""
-    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    return prompt if is_list else [prompt]
+def _read_token_ids(biases: Any) -> Any:
+    """Convert the keys of a JSON object to token ids, as far as they are whole numbers."""
+    if not isinstance(biases, dict):
+        return biases
+    return {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
 
 
-Prompts = Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(_wrap_prompt)]
-"""Prompts, each a text or token ids."""
+Biases = Annotated[
+    dict[Token, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_read_token_ids)
+]
+"""Numbers by token id."""
 
 
-class Body(BaseModel):
-    """JSON body of a request. Null means that a field is absent, and numbers in quotes are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
-
-
-class ModelRequest(Body):
-    """Body that may name a model.
-
-    Attributes:
-      model: name of the served model, or None.
-    """
-
-    model: str | None = None
+Prompt = str | Annotated[list[int], Field(fail_fast=True)]
+"""Text or token ids."""
+Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
+"""Prompt or prompts."""
 
 
 class StreamOptions(Body):
@@ -99,17 +79,27 @@ class StreamOptions(Body):
       include_usage: send a last chunk with token counts.
     """
 
+    refused: ClassVar = {"continuous_usage_stats": (False,)}
+    ignored: ClassVar = IGNORED_IN_STREAMS
+
     include_usage: bool = False
 
 
-class GenerationRequest(ModelRequest, ABC):
+class GenerationRequest(StructuredRequest, ABC):
     """Common fields of completions and chats.
 
     Attributes:
-      max_tokens: most tokens of an answer.
+      max_tokens: most tokens of an answer, which also ends where the model's context does.
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
       top_k: number of most likely tokens to sample from; 0 or -1 for all.
+      min_p: smallest share of the largest probability that a token must have.
+      presence_penalty: subtracted from logits of generated tokens.
+      frequency_penalty: subtracted from a token's logit for each time it was generated.
+      repetition_penalty: divisor of positive logits, and factor of others, of tokens in prompt or answer.
+      logit_bias: numbers to add to logits, by token id.
+      allowed_token_ids: the only tokens that may be generated; null for all.
+      bad_words: words that are not generated.
       n: answers to each prompt.
       seed: seed of the first answer; the others use consecutive seeds. Null for a random seed.
       stop: string or strings that end an answer.
@@ -122,10 +112,19 @@ class GenerationRequest(ModelRequest, ABC):
       stream_options: options of the stream.
     """
 
+    ignored: ClassVar = IGNORED
+
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    logit_bias: Biases = Field(default_factory=dict)
+    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    bad_words: list[Word] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
@@ -136,14 +135,6 @@ class GenerationRequest(ModelRequest, ABC):
     cache_salt: str = ""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        for name in body.keys() & UNSUPPORTED.keys() if isinstance(body, dict) else ():
-            if body[name] is not None and body[name] not in UNSUPPORTED[name]:
-                raise RequestError(f"{name}={body[name]!r:.80} is not supported; leave it out", param=name)
-        return body
 
     @abstractmethod
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
@@ -178,13 +169,24 @@ class GenerationRequest(ModelRequest, ABC):
           logprobs: number of alternatives of each token, or None.
         """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        _, grammar = self.read_grammar()
         with report_errors_of("temperature"):  # The other parameters have been checked.
-            top_k = None if self.top_k < 1 else self.top_k
-            samplings = [
-                Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
-            ]
+            sampling = Sampling(
+                temperature=self.temperature,
+                top_k=None if self.top_k < 1 else self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias,
+                allowed_token_ids=self.allowed_token_ids,
+                bad_words=self.bad_words,
+                grammar=grammar,
+            )
+            samplings = [replace(sampling, seed=(seed + i) % SEEDS) for i in range(self.n)]
         stop_tokens = () if self.ignore_eos else stop_tokens
-        requests = [
+        return [
             EngineRequest(
                 prompt=tuple(prompt),
                 max_tokens=max_tokens,
@@ -200,24 +202,38 @@ class GenerationRequest(ModelRequest, ABC):
             for prompt, max_tokens in prompts
             for sampling in samplings
         ]
-        shortest = min(request.max_tokens for request in requests)
-        if self.min_tokens > shortest:
-            message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={shortest}"
-            raise RequestError(message, param="min_tokens")
-        return requests
 
-    def _check_requests(
-        self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int
-    ) -> None:
-        """Raise `RequestError` if the engine would refuse a request.
+    def _check_minimum(self, limit: int) -> None:
+        """Raise `RequestError` if `min_tokens` exceeds the most tokens of an answer."""
+        if self.min_tokens > limit:
+            message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={limit}"
+            raise RequestError(message, param="min_tokens")
+
+    def _find_room(self, prompt: Sequence[int], max_model_len: int, param: str) -> int:
+        """Return the tokens that a prompt leaves for its answer.
+
+        Raises:
+          RequestError: the prompt leaves less than one token, or less than `min_tokens`.
+        """
+        room, fewest = max_model_len - len(prompt), max(1, self.min_tokens)
+        if room < fewest:
+            raise make_length_error(param, len(prompt), fewest, max_model_len)
+        return room
+
+    def _check_shaping(self, model: TextModel, sampling: Sampling) -> None:
+        """Raise `RequestError` if the engine would refuse what changes the logits of a request."""
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+            with report_errors_of(name):
+                token_biases(model, Sampling(**{name: getattr(sampling, name)}))
+        with report_errors_of("bad_words"):
+            token_biases(model, sampling)
+        self.check_grammar(model)
+
+    def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
+        """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request.
 
         The engine's own errors would not use the names of the client's fields.
         """
-        limit = self._limit_field
-        for request in requests:
-            limit_is_cause = limit in self.model_fields_set and len(request.prompt) < max_model_len
-            with report_errors_of(limit if limit_is_cause else "prompt"):
-                check_length(len(request.prompt), request.max_tokens, max_model_len, limit)
         with report_errors_of("stop"):
             stop_strings(model, self.stop)
         vocab, param = model.config.vocab_size, "stop_token_ids"
@@ -225,7 +241,7 @@ class GenerationRequest(ModelRequest, ABC):
             raise RequestError(
                 f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
             )
-        if (count := len(resolve_stop_ids(model, requests[0]))) > MAX_STOP_TOKENS:
+        if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
             message = (
                 f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
             )
@@ -237,56 +253,58 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
       prompt: one prompt or several, each a text or token ids.
+      max_tokens: most tokens of an answer; 0 with `echo` for the prompt alone.
       echo: start each answer with its prompt.
       logprobs: number of alternatives of each token; None for no log-probabilities.
+      add_special_tokens: add the special tokens that begin and end a text, such as BOS. Those that a text
+        itself begins with are not added again.
     """
 
+    refused: ClassVar = REFUSED_IN_COMPLETIONS
+    ignored: ClassVar = IGNORED_IN_COMPLETIONS
+
     prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """List of the prompt or prompts."""
+        # Pydantic has checked the other items.
+        single = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
+
+    @property
+    def echoes_only(self) -> bool:
+        """Whether the answer is the prompt alone. The engine generates a token, which is dropped."""
+        return self.max_tokens == 0
+
     @model_validator(mode="after")
-    def _check_count(self) -> Self:
-        if len(self.prompt) * self.n > MAX_REQUESTS:
+    def _check_fields_together(self) -> Self:
+        if self.echoes_only and not self.echo:
+            raise RequestError("max_tokens=0 needs echo=true; otherwise send at least 1", param="max_tokens")
+        if len(self.prompts) * self.n > MAX_REQUESTS:
             message = (
-                f"{len(self.prompt)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
+                f"{len(self.prompts)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
             )
             raise RequestError(message, param="prompt")
         return self
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        limit = self.max_tokens or COMPLETION_TOKENS
+        limit = COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        self._check_minimum(limit)
         with report_errors_of("prompt"):
-            prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
-        requests = self._build_requests(prompts, (), self.logprobs)
-        self._check_requests(requests, model, max_model_len)
+            special = self.add_special_tokens
+            encoded = [token_ids(model, prompt, add_special_tokens=special) for prompt in self.prompts]
+        prompts = [ids.tolist() for ids in encoded]
+        limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
+        requests = self._build_requests(zip(prompts, limits, strict=True), (), self.logprobs)
+        self._check_stops(requests[0], model)
+        self._check_shaping(model, requests[0].sampling)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
-
-
-class TextPart(Body):
-    """Part of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """Message of a chat.
-
-    Attributes:
-      role: author of the message; `developer` means `system`.
-      content: text, or a list of text parts.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def to_template(self) -> dict[str, str]:
-        """Convert to the format of chat templates, with one line for each text part."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatRequest(GenerationRequest):
@@ -300,19 +318,41 @@ class ChatRequest(GenerationRequest):
       logprobs: report log-probabilities of the reply's tokens.
       top_logprobs: number of alternatives of each token.
       chat_template_kwargs: further variables of the chat template.
+      add_special_tokens: add special tokens before the text of the template, which mostly has them.
+      reasoning_effort: variable of some chat templates.
+      add_generation_prompt: end the prompt with the start of a reply; default unless a message is continued.
+      continue_final_message: continue the text of the last message.
+      tools: tools that the model may call.
+      tool_choice: `none` hides the tools from the model; None means `auto`.
+      parallel_tool_calls: report all calls of a reply, not only the first.
     """
 
-    messages: list[ChatMessage]
+    refused: ClassVar = REFUSED_IN_CHATS
+
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = False
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _check_top_logprobs(self) -> Self:
+    def _check_fields_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs={self.top_logprobs} needs logprobs=true"
             raise RequestError(message, param="top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "continue_final_message=true needs add_generation_prompt=false"
+            raise RequestError(message, param="continue_final_message")
+        if self.tool_choice not in (None, "none", "auto"):
+            message = f'tool_choice={show(self.tool_choice)} is not supported; send "auto" or "none"'
+            raise RequestError(message, param="tool_choice")
         return self
 
     @property
@@ -320,20 +360,69 @@ class ChatRequest(GenerationRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        messages = [message.to_template() for message in self.messages]
-        with report_errors_of("messages"):
-            prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
-        if (room := max_model_len - len(prompt)) < 1:
-            raise RequestError(
-                f"messages: {len(prompt)} tokens leave no room for a reply within {max_model_len=}; "
-                "shorten the messages",
-                param="messages",
-            )
-        limit = self.max_completion_tokens or self.max_tokens or room
+        self._check_minimum(limit := self.max_completion_tokens or self.max_tokens or max_model_len)
+        prompt = self._encode_messages(model)
+        limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
         logprobs = self.top_logprobs if self.logprobs else None
         requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
-        self._check_requests(requests, model, max_model_len)
-        return requests
+        self._check_stops(requests[0], model)
+        self._check_shaping(model, requests[0].sampling)
+        return [replace(request, new_text=not self.continue_final_message) for request in requests]
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of one answer; None if no tools are offered.
+
+        Raises:
+          RequestError: the chat template teaches no supported format of calls.
+        """
+        if not self.offered_tools:
+            return None
+        template, tokenizer = get_template_and_tokenizer(model)
+        format, parallel = require_format(template), self.parallel_tool_calls
+        return ToolOutput(format, tokenizer, self.offered_tools, parallel=parallel)
+
+    def _encode_messages(self, model: TextModel) -> list[int]:
+        """Return the token ids of the messages, as the chat template writes them."""
+        template, _ = get_template_and_tokenizer(model)
+        if self.offered_tools:
+            require_format(template)
+            template = template.for_tools()
+        generate = self.add_generation_prompt
+        with report_errors_of("messages"):
+            prompt = chat_prompt(
+                model,
+                [message.to_template() for message in self.messages],
+                self._select_options(template),
+                tools=[tool.to_template() for tool in self.offered_tools],
+                add_generation_prompt=not self.continue_final_message if generate is None else generate,
+                continue_final_message=self.continue_final_message,
+                add_special_tokens=self.add_special_tokens,
+            )
+            return token_ids(model, prompt).tolist()
+
+    def _select_options(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return the variables of the template; raise `RequestError` for one that it does not use."""
+        known = template.variables - OWN_VARIABLES
+        options = {f"chat_template_kwargs.{name}": value for name, value in self.chat_template_kwargs.items()}
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        used = {}
+        for field, value in options.items():
+            name = field.removeprefix("chat_template_kwargs.")
+            if name in known:
+                used[name] = value
+            elif name not in SWITCHES:
+                message = (
+                    f"{field}={show(value)}: the chat template of this model does not read it; leave it out, "
+                    f"or send one of {', '.join(sorted(known))}"
+                )
+                raise RequestError(message, param=field)
+        return used
 
 
 class TokenizeRequest(ModelRequest):

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -12,6 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import Serving
+from zdc_jax.generation.grammar import warm_up
 from zdc_jax.server.app import make_app
 from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.middleware import wrap
@@ -26,6 +27,7 @@ def serve(
     engine: Serving,
     *,
     name: str,
+    aliases: Sequence[str] = (),
     api_keys: Collection[str] = (),
     settings: HttpSettings | None = None,
     drain_seconds: float = 30,
@@ -39,6 +41,7 @@ def serve(
     Args:
       engine: engine that answers requests.
       name: name of the model in the API.
+      aliases: further names of the model in the API.
       api_keys: keys of which clients must send one; none for no key.
       settings: address to listen at, by default port 8000 for this machine only, and more.
       drain_seconds: seconds that accepted requests have after the signal; then they are cancelled.
@@ -47,7 +50,7 @@ def serve(
       ValueError: a key is empty.
       SystemExit: the server cannot listen at the address; the log says why.
     """
-    app = make_app(engine, name=name, api_keys=api_keys)
+    app = make_app(engine, name=name, aliases=aliases, api_keys=api_keys)
     # uvicorn raises its signals again after it has ended. For the caller both should be a normal end.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -95,6 +98,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and print the address."""
+        await asyncio.to_thread(warm_up, self._engine.model)
         await super().startup(sockets)
         print(f"serving {self._name} at {self.address}", flush=True)
 

@@ -1,0 +1,123 @@
+"""Tools over HTTP: prompts, calls in whole and streamed replies, and what is refused."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from chat_templates import CHATML, HERMES, MISTRAL
+from fake_engine import FakeEngine
+from tool_engine import ADD, CALLS, HERMES_REPLY, MISTRAL_REPLY, NOW, json_tokenizer, sdk, tool_engine
+
+from zdc_jax.conversation.template import ChatTemplate
+
+QUESTION = [{"role": "user", "content": "1 + 2?"}]
+REPLIES = {"hermes": (HERMES, HERMES_REPLY), "mistral": (MISTRAL, MISTRAL_REPLY)}
+
+
+def ask(engine: FakeEngine, **fields: Any) -> Any:
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [ADD, NOW]}
+    return sdk(engine).chat.completions.create(**asked | fields)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_calls_of_a_whole_reply(name):
+    template, reply = REPLIES[name]
+    engine = tool_engine(reply, template)
+    (choice,) = ask(engine).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me add."
+    calls = choice.message.tool_calls
+    assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
+    assert {call.type for call in calls} == {"function"}
+    assert len({call.id for call in calls}) == 2
+    history = [*QUESTION, choice.message, {"role": "tool", "tool_call_id": calls[0].id, "content": "3"}]
+    assert ask(engine, messages=history).choices[0].message.tool_calls
+    prompt = json_tokenizer().decode(engine.submitted[1].prompt, skip_special_tokens=False)
+    assert '"name": "add", "arguments": {"a": [1, 2]}' in prompt
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_calls_of_a_streamed_reply(name):
+    template, reply = REPLIES[name]
+    content, calls = "", []
+    *chunks, last = ask(tool_engine(reply, template), stream=True)
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        assert delta.content or delta.tool_calls
+        content += delta.content or ""
+        for part in delta.tool_calls or []:
+            if part.function.name is not None:
+                assert part.index == len(calls)
+                assert part.id
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len(chunks) > 20
+    assert (content, [tuple(call) for call in calls]) == ("Let me add.", CALLS)
+    assert last.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_prompt_names_the_tools():
+    engine = tool_engine("No.", CHATML, HERMES)
+    for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": []}):
+        (choice,) = ask(engine, **fields).choices
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+            "No.",
+            None,
+            "stop",
+        )
+    *offered, hidden, absent = [
+        json_tokenizer().decode(request.prompt, skip_special_tokens=False) for request in engine.submitted
+    ]
+    empty = {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+    }
+    assert all(f"\n{json.dumps(ADD)}\n{json.dumps(empty)}<|im_end|>" in prompt for prompt in offered)
+    assert hidden == absent == ChatTemplate(CHATML).render(QUESTION)
+
+
+def test_one_call_at_a_time():
+    (choice,) = ask(tool_engine(HERMES_REPLY, HERMES), parallel_tool_calls=False).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+
+
+def test_a_call_that_the_limit_cuts():
+    cut = HERMES_REPLY.index(", 2]")
+    (choice,) = ask(tool_engine(HERMES_REPLY, HERMES), max_tokens=cut).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments == '{"a": [1'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required" is not supported; send "auto"'),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            "tool_choice",
+            'tool_choice={"type": "function", "function": {"name": "add"}} is not supported',
+        ),
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "tools[0].type=\"web\" must be 'function'"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools[0].function.name",
+            "tools[0].function.name is required",
+        ),
+    ],
+)
+def test_what_is_refused(fields, param, message):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(tool_engine("No.", HERMES), **fields)
+    assert refused.value.param == param
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, HERMES.replace("if tools", "if weapons").replace("in tools", "in []")]
+)
+def test_a_template_without_tools(template):
+    with pytest.raises(openai.BadRequestError, match="teaches no supported format of calls") as refused:
+        ask(tool_engine("No.", template))
+    assert refused.value.param == "tools"

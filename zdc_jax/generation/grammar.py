@@ -1,0 +1,231 @@
+"""Grammars that an answer must belong to, and their compilation by llguidance."""
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.masks import clear_bit, full_mask
+from zdc_jax.loading import TextModel
+
+MAX_SOURCE = 2**19
+"""Most characters of a grammar."""
+CACHED_GRAMMARS = 128
+START_SECONDS = 60
+"""Seconds that the process which tries grammars may take to start."""
+END = "<|end of grammar|>"
+TRY_SECONDS = 0.9
+"""Seconds after which a grammar counts as too complex."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Language of an answer. Use `json`, `regex`, `choice` or `text` to create one.
+
+    Attributes:
+      kind: kind of the source.
+      source: JSON schema, regular expression, JSON list of texts, or Lark or GBNF grammar.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise PromptError(f"{self.kind}={self.source!r:.80} must be a text that is not empty")
+        if len(self.source) > MAX_SOURCE:
+            raise PromptError(
+                f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE} are allowed"
+            )
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Grammar":
+        """Return the grammar of JSON texts that fit a schema; None for all objects."""
+        schema = {"type": "object"} if schema is None else schema
+        try:
+            return cls("json", schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptError(f"json={schema!r:.80} must be a JSON schema: {error}") from error
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Return the grammar of texts that match a regular expression as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> "Grammar":
+        """Return the grammar of some texts, one of which is the answer."""
+        is_list = isinstance(options, Sequence) and not isinstance(options, str)
+        if not is_list or not options or not all(isinstance(option, str) and option for option in options):
+            raise PromptError(f"choice={options!r:.80} must be a list of texts that are not empty")
+        return cls("choice", json.dumps(list(options)))
+
+    @classmethod
+    def text(cls, grammar: str) -> "Grammar":
+        """Return a grammar in the syntax of Lark or of llama.cpp's GBNF."""
+        return cls("grammar", grammar)
+
+
+class Matcher:
+    """State of one answer in a grammar.
+
+    Args:
+      matcher: state of llguidance.
+      vocab: tokens of llguidance's tokenizer.
+      end: token that ends a text for llguidance.
+    """
+
+    def __init__(self, matcher: Any, vocab: int, end: int):
+        self._matcher, self._end = matcher, end
+        self._mask = full_mask(vocab, 1)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Add tokens; raise `PromptError` if they do not belong to the grammar."""
+        for token in tokens:
+            if not self._matcher.consume_token(token):
+                raise PromptError(f"the grammar refuses the token {token}: {self._matcher.get_error()}")
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> tuple[np.ndarray, str]:
+        """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''."""
+        pointer, size = self._mask.ctypes.data, self._mask.nbytes
+        self._matcher.unsafe_compute_mask_ptr(pointer, size)
+        clear_bit(self._mask[0], self._end)
+        return self._mask[0], self._matcher.get_error()
+
+
+def compile_grammar(model: TextModel, grammar: Grammar) -> Matcher:
+    """Compile a grammar for a model's tokenizer, and return its first state.
+
+    A new grammar takes up to a second, most of it without Python's lock. Later ones come from a cache.
+
+    Raises:
+      PromptError: the grammar is malformed or too complex, or the model has no tokenizer, or llguidance is
+        not installed.
+    """
+    if model.tokenizer is None:
+        raise PromptError(f"{grammar.kind}: a grammar needs a model with a tokenizer")
+    compiler = _new_compiler(model.tokenizer, model.config.vocab_size)
+    return Matcher(compiler.compile(grammar), compiler.vocab, compiler.end)
+
+
+def warm_up(model: TextModel) -> None:
+    """Start what compiling needs, which takes seconds, unless it is not installed."""
+    with suppress(PromptError):
+        compile_grammar(model, Grammar.choice(["a"]))
+
+
+class GrammarCompiler:
+    """Compiler and cache of the grammars of one tokenizer.
+
+    Args:
+      tokenizer: tokenizer of the model.
+      vocab: tokens of its vocabulary.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int):
+        try:
+            from zdc_jax.generation import grammar_process
+        except ImportError as error:
+            raise PromptError("grammars need the package llguidance: pip install 'zdc-jax[serve]'") from error
+        # A token of its own ends a text for llguidance; guides replace it by the stop tokens of a request.
+        extended = Tokenizer.from_str(tokenizer.to_str())
+        extended.add_special_tokens([END])
+        self.end = int(extended.token_to_id(END) or 0)
+        self.vocab = max(vocab, self.end + 1)
+        arguments = extended.to_str(), self.vocab, self.end
+        self._library = grammar_process
+        self._folder = tempfile.TemporaryDirectory(prefix="zdc-grammars-")
+        self._path = str(Path(self._folder.name) / "socket")
+        command = [sys.executable, "-P", grammar_process.__file__, self._path]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        weakref.finalize(self, _end_process, self._process, self._folder)
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            json.dump(arguments, pipe)
+        self._tokenizer = grammar_process.new_tokenizer(*arguments)
+        self._results: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> Any:
+        """Return a matcher of its own for each call; raise `PromptError` if the grammar cannot be used."""
+        with self._lock:
+            result = self._results.get(grammar)
+        if result is None:
+            error = self._try(grammar)
+            if error is None:
+                result = self._library.new_matcher(self._tokenizer, grammar.kind, grammar.source)
+            else:
+                result = f"{grammar.kind}={grammar.source!r:.80} cannot be used: {error}"
+        with self._lock:
+            self._results[grammar] = result
+            self._results.move_to_end(grammar)
+            while len(self._results) > CACHED_GRAMMARS:
+                self._results.popitem(last=False)
+        if isinstance(result, str):
+            raise PromptError(result)
+        return result.deep_copy()
+
+    def _try(self, grammar: Grammar) -> str | None:
+        """Compile a grammar in another process; return an error message, or None if it can be used."""
+        too_complex = "it is too complex; make it smaller"
+        with self._connect() as connection:
+            connection.settimeout(TRY_SECONDS)
+            try:
+                connection.sendall(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
+                answer = connection.makefile().readline()
+            except OSError:
+                return too_complex
+        if not answer:
+            return too_complex
+        error: str | None = json.loads(answer)
+        return error
+
+    def _connect(self) -> socket.socket:
+        """Connect to the process, once it has started."""
+        until = time.monotonic() + START_SECONDS
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(self._path)
+                return connection
+            except OSError as error:
+                connection.close()
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise PromptError("the process that tries grammars has ended; restart") from error
+                time.sleep(0.02)
+
+
+def _end_process(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    process.wait()
+    folder.cleanup()
+
+
+@lru_cache(maxsize=4)
+def _new_compiler(tokenizer: Tokenizer, vocab: int) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab)

@@ -1,0 +1,102 @@
+"""Masks of a sequence's next token that depend on its answer so far, computed on the host."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import Matcher, compile_grammar
+from zdc_jax.generation.masks import ALL, clear_bit, pack_mask, set_bits
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.shaping import bad_word_ids, token_biases
+from zdc_jax.loading import TextModel
+
+
+class Guide:
+    """Guide of one sequence: it reads the answer, and says which tokens may come next.
+
+    The tokens of each step must be known before those of the next are chosen, so a guided sequence takes one
+    step at a time.
+
+    Args:
+      words: token ids of words that must not be completed, each at least two.
+      allowed: tokens that other options allow, [V] bool.
+      matcher: state of the answer in its grammar; None without a grammar.
+      stop_ids: tokens that end the answer. With a grammar they may come only where the answer belongs to it.
+      min_tokens: fewest tokens before a stop token.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[tuple[int, ...]],
+        allowed: Bool[np.ndarray, " V"],
+        matcher: Matcher | None = None,
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ):
+        self._words, self._allowed = tuple(words), pack_mask(allowed)
+        self._matcher, self._stop_ids, self._min_tokens = matcher, tuple(stop_ids), min_tokens
+        self._answer: list[int] = []
+        self._failure: str | None = None
+
+    @classmethod
+    def of(
+        cls, model: TextModel, sampling: Sampling, stop_ids: Sequence[int] = (), min_tokens: int = 0
+    ) -> "Guide | None":
+        """Return the guide that a request needs; None if its options do not depend on the answer."""
+        words = [word for word in bad_word_ids(model, sampling) if len(word) > 1]
+        if not words and sampling.grammar is None:
+            return None
+        matcher = None if sampling.grammar is None else compile_grammar(model, sampling.grammar)
+        return cls(words, np.isfinite(token_biases(model, sampling)), matcher, stop_ids, min_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer belongs to its grammar and nothing may follow."""
+        return self._matcher is not None and self._matcher.is_complete
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Add new tokens of the answer.
+
+        Raises:
+          PromptError: no token was allowed for the newest one.
+        """
+        if self._failure is not None:
+            raise PromptError(self._failure)
+        self._answer += tokens
+        if self._matcher is not None:
+            ends = tokens and tokens[-1] in self._stop_ids and self._matcher.is_accepting
+            self._matcher.accept(tokens[:-1] if ends else tokens)
+
+    def mask(self) -> Int[np.ndarray, " W"]:
+        """Return a bit for each token, 1 for those that may come next (`Shaping.mask`).
+
+        If no token may come next, all bits are 1, and `accept` raises an error for the next token. So one
+        sequence cannot make a step of all fail.
+        """
+        mask = self._allowed.copy()
+        if self._matcher is not None:
+            own, error = self._matcher.mask()
+            for token in self._stop_ids:
+                clear_bit(own, token)
+            if self._matcher.is_accepting and len(self._answer) >= self._min_tokens:
+                set_bits(own, self._stop_ids)
+            mask &= own[: len(mask)]
+            self._failure = f"the grammar cannot continue: {error}" if error else None
+        for *beginning, last in self._words:
+            if self._answer[-len(beginning) :] == beginning:
+                clear_bit(mask, last)
+        if not mask.any():
+            reason = "bad_words" if self._matcher is None else "grammar, stop tokens, bad_words or min_tokens"
+            self._failure = f"{reason} leave no token of allowed_token_ids that may come next; change one"
+        if self._failure is not None:
+            mask[:] = ALL
+        return mask
+
+
+def check_sampling(model: TextModel, sampling: Sampling) -> None:
+    """Raise `PromptError` unless the model can serve the sampling; a new grammar takes up to a second."""
+    token_biases(model, sampling)
+    if sampling.grammar is not None:
+        compile_grammar(model, sampling.grammar)

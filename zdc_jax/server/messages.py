@@ -1,0 +1,130 @@
+"""Messages of a chat in OpenAI's format, with tool calls, and their conversion for chat templates."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from zdc_jax.conversation.template import Message
+from zdc_jax.server.body import Body, make_refusal
+from zdc_jax.server.fields import IGNORED_IN_MESSAGES
+
+
+class TextPart(Body):
+    """Part of a message's text."""
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, part: Any) -> Any:
+        require_text(part, ("text",))
+        return part
+
+
+def require_text(part: Any, types: Sequence[str]) -> None:
+    """Raise an error about the type of an image, before its other fields are refused as unknown."""
+    if isinstance(part, dict) and part.get("type", types[0]) not in types:
+        raise make_refusal(
+            "type", f'is not supported: this model reads text only; send parts of type "{types[0]}"'
+        )
+
+
+class FunctionCall(Body):
+    """Function that a tool call names.
+
+    Attributes:
+      name: name of the function.
+      arguments: arguments as JSON text, or as an object.
+    """
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+    def to_template(self) -> dict[str, Any]:
+        """Convert to the format of templates, which expect an object of arguments.
+
+        Text that is not a JSON object stays text: models make such calls, and clients send them back.
+        """
+        arguments: Any = self.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                value = json.loads(arguments)
+            except ValueError:
+                value = None
+            arguments = value if isinstance(value, dict) else arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Body):
+    """Call of a tool in an assistant's message.
+
+    Attributes:
+      id: id that the message with the result repeats.
+      type: kind of tool.
+      function: the function and its arguments.
+    """
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES | {"index"}
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """Message of a chat.
+
+    Attributes:
+      role: author of the message; `developer` means `system`.
+      content: text, or a list of text parts; may be absent from messages of assistants and tools.
+      tool_calls: calls of an assistant's message.
+      tool_call_id: id of the call that a tool's message answers.
+      name: name of the tool.
+      reasoning_content: an assistant's thoughts before its reply.
+      reasoning: newer name of `reasoning_content`.
+    """
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise make_refusal("content", "must be a valid string or a valid array")
+        if self.tool_calls and self.role != "assistant":
+            raise make_refusal("tool_calls", 'is for messages of role "assistant" only')
+        if self.tool_call_id is not None and self.role != "tool":
+            raise make_refusal("tool_call_id", 'is for messages of role "tool" only')
+        return self
+
+    def to_template(self) -> Message:
+        """Convert to the format of chat templates, with one line for each text part."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+        }
+        if self.role == "tool":
+            answered = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {field: value for field, value in answered.items() if value is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.to_template()}
+                for call in self.tool_calls
+            ]
+        if thoughts := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thoughts
+        return message

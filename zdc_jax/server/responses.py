@@ -1,0 +1,193 @@
+"""Body of /v1/responses, which is answered as a chat. Responses are not stored."""
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from zdc_jax.engine.request import EngineRequest
+from zdc_jax.loading import TextModel
+from zdc_jax.server.body import Body, make_refusal
+from zdc_jax.server.errors import RequestError
+from zdc_jax.server.fields import (
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_RESPONSES,
+    REFUSED_IN_RESPONSES,
+)
+from zdc_jax.server.messages import require_text
+from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
+from zdc_jax.server.tools import FunctionDefinition
+
+CHAT_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names in this API of fields of a chat."""
+
+
+class ResponsePart(Body):
+    """Part of an item's text."""
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES | {"logprobs"}
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, part: Any) -> Any:
+        require_text(part, ("input_text", "output_text", "text"))
+        return part
+
+
+Text = str | list[ResponsePart]
+
+
+def _join(text: Text) -> str:
+    return text if isinstance(text, str) else "\n".join(part.text for part in text)
+
+
+class InputItem(Body):
+    """Message, call of a tool, or result of a call.
+
+    Attributes:
+      type: kind of the item.
+      role: author of a message.
+      content: text of a message.
+      call_id: id of a call.
+      name: name of the tool of a call.
+      arguments: arguments of a call as JSON text.
+      output: result of a call.
+    """
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES | {"id", "status", "phase"}
+    needed: ClassVar = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+    }
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Text | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        needed = self.needed[self.type]
+        for name in dict.fromkeys(name for names in self.needed.values() for name in names):
+            if (getattr(self, name) is None) == (name in needed):
+                verb = "is required" if name in needed else "is not a field"
+                raise make_refusal(name, f'{verb} of items of type "{self.type}"')
+        return self
+
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        """Add the item to the messages of a chat; calls belong to the assistant's message before them."""
+        if self.type == "message":
+            messages.append({"role": self.role, "content": _join(self.content or "")})
+        elif self.type == "function_call_output":
+            messages.append(
+                {"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output or "")}
+            )
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+            messages[-1].setdefault("tool_calls", []).append(call)
+
+
+class ResponseTool(FunctionDefinition):
+    """Tool that a model may call."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, tool: Any) -> Any:
+        """Name the type of a tool that the server would have to provide, before its fields."""
+        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+            raise make_refusal("type", "must be 'function'")
+        return tool
+
+    def to_chat(self) -> dict[str, Any]:
+        """Convert to a tool of a chat."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class Reasoning(Body):
+    """Options of reasoning."""
+
+    ignored: ClassVar = frozenset({"summary", "generate_summary"})
+
+    effort: str | None = None
+
+
+class ResponseRequest(ModelRequest):
+    """Body of /v1/responses.
+
+    Attributes:
+      input: text of a user, or items, oldest first.
+      instructions: system message.
+      max_output_tokens: most tokens of the response.
+      temperature: softmax temperature; 0 is greedy decoding.
+      top_p: probability of the set of most likely tokens to sample from.
+      tools: tools that the model may call.
+      tool_choice: `none` hides the tools from the model; None means `auto`.
+      parallel_tool_calls: report all calls, not only the first.
+      reasoning: options of reasoning.
+      stream: send events while the model writes.
+      stream_options: options of the stream.
+    """
+
+    refused: ClassVar = REFUSED_IN_RESPONSES
+    ignored: ClassVar = IGNORED_IN_RESPONSES
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    def to_chat(self) -> ChatRequest:
+        """Convert to the body of a chat; raise `RequestError` for a choice of tools that is not supported."""
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages: list[dict[str, Any]] = []
+        for item in items:
+            item.add_to(messages)
+        if self.instructions is not None:
+            system = {"role": "system", "content": self.instructions}
+            if messages and messages[0]["role"] in ("system", "developer"):  # Templates accept a single one.
+                system["content"] += "\n\n" + messages.pop(0)["content"]
+            messages.insert(0, system)
+        if not messages:
+            raise RequestError("input=[] must have at least 1 item", param="input")
+        return ChatRequest.model_validate(
+            {
+                "messages": messages,
+                "max_completion_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tools": [tool.to_chat() for tool in self.tools],
+                "tool_choice": self.tool_choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": self.reasoning.effort,
+            }
+        )
+
+    def engine_request(self, chat: ChatRequest, model: TextModel, max_model_len: int) -> EngineRequest:
+        """Return the engine request of the chat; errors have the names of this API."""
+        try:
+            (request,) = chat.engine_requests(model, max_model_len)
+        except RequestError as error:
+            error.param = CHAT_FIELDS.get(error.param or "", error.param)
+            raise
+        return request

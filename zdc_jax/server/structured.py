@@ -1,0 +1,139 @@
+"""Fields that bind an answer to a grammar: OpenAI's `response_format`, and vLLM's structured outputs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from pydantic import Field
+
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import Grammar, compile_grammar
+from zdc_jax.loading import TextModel
+from zdc_jax.server.body import Body, ModelRequest
+from zdc_jax.server.errors import RequestError
+
+Schema = dict[str, Any] | str
+
+
+@contextmanager
+def _report_errors_of(field: str) -> Iterator[None]:
+    """Convert a `PromptError` inside the context to a `RequestError` whose message starts with this field."""
+    try:
+        yield
+    except PromptError as error:
+        raise RequestError(f"{field}: {error}", param=field) from error
+
+
+class JsonSchema(Body):
+    """Value of `response_format.json_schema`.
+
+    Attributes:
+      name: name of the schema, without effect.
+      description: description of the schema, without effect.
+      json_schema: the schema, the field `schema`; without it, any JSON object fits.
+      strict: without effect, since answers always fit.
+    """
+
+    name: str = ""
+    description: str = ""
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """Format of an answer.
+
+    Attributes:
+      type: kind of format; `json_object` means any JSON object.
+      json_schema: schema of `json_schema` formats.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """Grammar of an answer, as one of the fields.
+
+    Attributes:
+      json_schema: JSON schema, the field `json`.
+      regex: regular expression of the whole answer.
+      choice: texts, one of which is the answer.
+      grammar: grammar in the syntax of Lark or GBNF.
+      json_object: whether the answer is any JSON object.
+    """
+
+    json_schema: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class StructuredRequest(ModelRequest):
+    """Body with at most one field that binds the answer to a grammar.
+
+    Attributes:
+      response_format: format of the answer.
+      structured_outputs: grammar of the answer.
+      guided_json: JSON schema.
+      guided_regex: regular expression of the whole answer.
+      guided_choice: texts, one of which is the answer.
+      guided_grammar: grammar in the syntax of Lark or GBNF.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def read_grammar(self) -> tuple[str, Grammar | None]:
+        """Return the name of the field that binds the answer, and its grammar; '' and None if it is free.
+
+        Raises:
+          RequestError: several fields bind the answer, or the value is none.
+        """
+        sources = self._list_sources()
+        if not sources:
+            return "", None
+        field, new, value = sources[0]
+        if len(sources) > 1:
+            other = sources[1][0]
+            message = f"{field} and {other}: only one grammar is allowed; leave one out"
+            raise RequestError(message, param=other)
+        with _report_errors_of(field):
+            return field, new(value)
+
+    def check_grammar(self, model: TextModel) -> None:
+        """Raise `RequestError` unless the model can answer in the grammar; this takes up to a second."""
+        field, grammar = self.read_grammar()
+        if grammar is not None:
+            with _report_errors_of(field):
+                compile_grammar(model, grammar)
+
+    def _list_sources(self) -> list[tuple[str, Callable[[Any], Grammar], Any]]:
+        """Return the name of each field that binds the answer, its kind of grammar, and its source."""
+        sources: list[tuple[str, Callable[[Any], Grammar], Any]] = [
+            ("guided_json", Grammar.json, self.guided_json),
+            ("guided_regex", Grammar.regex, self.guided_regex),
+            ("guided_choice", Grammar.choice, self.guided_choice),
+            ("guided_grammar", Grammar.text, self.guided_grammar),
+        ]
+        if (outputs := self.structured_outputs) is not None:
+            sources += [
+                ("structured_outputs", Grammar.json, outputs.json_schema),
+                ("structured_outputs", Grammar.regex, outputs.regex),
+                ("structured_outputs", Grammar.choice, outputs.choice),
+                ("structured_outputs", Grammar.text, outputs.grammar),
+                ("structured_outputs", Grammar.json, {"type": "object"} if outputs.json_object else None),
+            ]
+        if (answer := self.response_format) is not None and answer.type != "text":
+            described = None if answer.json_schema is None else answer.json_schema.json_schema
+            if answer.type == "json_schema" and answer.json_schema is None:
+                message = "response_format.json_schema is missing; type='json_schema' needs it"
+                raise RequestError(message, param="response_format")
+            is_any = answer.type == "json_object" or described is None
+            sources.append(("response_format", Grammar.json, {"type": "object"} if is_any else described))
+        return [source for source in sources if source[2] is not None]
