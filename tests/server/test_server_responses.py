@@ -141,13 +141,13 @@ def test_a_failure_in_a_stream():
         ),
         ({"input": "a" * 2000}, "input", "maximum context length is 2000 tokens"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "is not supported; leave it out"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "is not supported; leave it out"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text', 'json_object' or"),
         (
             {"reasoning": {"effort": "low"}},
             "reasoning.effort",
             "chat template of this model does not read it",
         ),
-        ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required" is not supported'),
+        ({"tool_choice": "required"}, "tool_choice", "the names in tools: none"),
         (
             {"tools": [{"type": "web_search"}]},
             "tools[0].type",

@@ -1,6 +1,7 @@
 """Tools over HTTP: prompts, calls in whole and streamed replies, and what is refused."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -93,11 +94,17 @@ def test_a_call_that_the_limit_cuts():
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required" is not supported; send "auto"'),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
             "tool_choice",
-            'tool_choice={"type": "function", "function": {"name": "add"}} is not supported',
+            "tool_choice asks for a call, but no such tool is offered; the names in tools: add",
+        ),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "the names in tools: none"),
+        ({"tool_choice": "any"}, "tool_choice", 'tool_choice="any" must be'),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            'response_format and tool_choice="required": both bind the reply; leave one out',
         ),
         ({"tools": [{"type": "web"}]}, "tools[0].type", "tools[0].type=\"web\" must be 'function'"),
         (
@@ -121,3 +128,20 @@ def test_a_template_without_tools(template):
     with pytest.raises(openai.BadRequestError, match="teaches no supported format of calls") as refused:
         ask(tool_engine("No.", template))
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("auto", set()),
+        ("required", {"add", "now"}),
+        ({"type": "function", "function": {"name": "now"}}, {"now"}),
+    ],
+)
+def test_a_grammar_binds_a_reply_that_must_be_a_call(choice, names):
+    engine = tool_engine(HERMES_REPLY, HERMES)
+    assert ask(engine, tool_choice=choice).choices[0].message.tool_calls
+    grammar = engine.submitted[0].sampling.grammar
+    source = "" if grammar is None else grammar.source
+    assert set(re.findall(r'"const": "(\w+)"', source)) == names
+    assert (r"</tool_call>" in source) == bool(names)

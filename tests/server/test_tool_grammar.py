@@ -9,6 +9,7 @@ from conftest import LLAMA
 from tiny_tokenizers import ascii_tokenizer
 
 from zdc_jax import Sampling
+from zdc_jax.conversation.tools.formats import HERMES, LLAMA3, MISTRAL
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.guide import Guide
 from zdc_jax.server.tool_grammar import tool_call_grammar
@@ -63,7 +64,7 @@ def fits(call: dict) -> bool:
 
 
 def test_random_answers_are_calls_of_the_tools():
-    grammar = tool_call_grammar(TOOLS)
+    grammar = tool_call_grammar(TOOLS, HERMES, MODEL.tokenizer)
     found = [calls(walk(grammar, seed)) for seed in range(30)]
     assert all(fits(call) for answer in found for call in answer)
     assert {call["name"] for answer in found for call in answer} == {"move", "look", "wait"}
@@ -71,9 +72,12 @@ def test_random_answers_are_calls_of_the_tools():
 
 
 def test_a_named_tool_and_another_format():
-    grammar = tool_call_grammar(TOOLS[1:2], begin="[TOOL_CALLS] ", end="", parallel=False)
-    texts = [walk(grammar, seed).removeprefix("[TOOL_CALLS] ") for seed in range(10)]
-    assert all(json.loads(text) == {"name": "look", "arguments": {"at": "sky"}} for text in texts)
+    call = {"name": "look", "arguments": {"at": "sky"}}
+    grammar = tool_call_grammar(TOOLS[1:2], MISTRAL, MODEL.tokenizer, parallel=False)
+    texts = [walk(grammar, seed).removeprefix("[TOOL_CALLS]") for seed in range(10)]
+    assert all(json.loads(text) == [call] for text in texts)
+    grammar = tool_call_grammar(TOOLS[1:2], LLAMA3, MODEL.tokenizer, parallel=False)
+    assert json.loads(walk(grammar, 0)) == {"name": "look", "parameters": {"at": "sky"}}
 
 
 @pytest.mark.parametrize(
@@ -87,4 +91,4 @@ def test_a_named_tool_and_another_format():
 )
 def test_malformed_tools_are_refused_by_name(tools, message):
     with pytest.raises(PromptError, match=message):
-        tool_call_grammar(tools)
+        tool_call_grammar(tools, HERMES, MODEL.tokenizer)

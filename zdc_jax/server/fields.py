@@ -86,7 +86,6 @@ REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

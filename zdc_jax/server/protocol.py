@@ -9,7 +9,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,6 +17,7 @@ from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_templ
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
@@ -32,8 +33,9 @@ from zdc_jax.server.fields import (
     REFUSED_IN_COMPLETIONS,
 )
 from zdc_jax.server.messages import ChatMessage
-from zdc_jax.server.structured import StructuredRequest
-from zdc_jax.server.tools import Tool, ToolOutput, require_format
+from zdc_jax.server.structured import StructuredRequest, report_grammar_errors_of
+from zdc_jax.server.tool_grammar import tool_call_grammar
+from zdc_jax.server.tools import NamedTool, Tool, ToolOutput, require_format
 
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
@@ -157,6 +159,7 @@ class GenerationRequest(StructuredRequest, ABC):
 
     def _build_requests(
         self,
+        model: TextModel,
         prompts: Iterable[tuple[Sequence[int], int]],
         stop_tokens: Sequence[int],
         logprobs: int | None,
@@ -164,12 +167,13 @@ class GenerationRequest(StructuredRequest, ABC):
         """Return `n` engine requests for each prompt.
 
         Args:
+          model: model that serves the requests.
           prompts: token ids of each prompt, and most tokens to generate.
           stop_tokens: stop tokens in addition to the client's.
           logprobs: number of alternatives of each token, or None.
         """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        _, grammar = self.read_grammar()
+        _, grammar = self.choose_grammar(model)
         with report_errors_of("temperature"):  # The other parameters have been checked.
             sampling = Sampling(
                 temperature=self.temperature,
@@ -300,7 +304,7 @@ class CompletionRequest(GenerationRequest):
             encoded = [token_ids(model, prompt, add_special_tokens=special) for prompt in self.prompts]
         prompts = [ids.tolist() for ids in encoded]
         limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
-        requests = self._build_requests(zip(prompts, limits, strict=True), (), self.logprobs)
+        requests = self._build_requests(model, zip(prompts, limits, strict=True), (), self.logprobs)
         self._check_stops(requests[0], model)
         self._check_shaping(model, requests[0].sampling)
         scored = self.echo and self.logprobs is not None
@@ -323,7 +327,8 @@ class ChatRequest(GenerationRequest):
       add_generation_prompt: end the prompt with the start of a reply; default unless a message is continued.
       continue_final_message: continue the text of the last message.
       tools: tools that the model may call.
-      tool_choice: `none` hides the tools from the model; None means `auto`.
+      tool_choice: `none` hides the tools from the model, `required` makes it call one, and an object makes it
+        call the tool of this name; None means `auto`.
       parallel_tool_calls: report all calls of a reply, not only the first.
     """
 
@@ -339,7 +344,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
@@ -350,8 +355,9 @@ class ChatRequest(GenerationRequest):
         if self.add_generation_prompt and self.continue_final_message:
             message = "continue_final_message=true needs add_generation_prompt=false"
             raise RequestError(message, param="continue_final_message")
-        if self.tool_choice not in (None, "none", "auto"):
-            message = f'tool_choice={show(self.tool_choice)} is not supported; send "auto" or "none"'
+        if self._must_call and not self._callable_tools:
+            names = ", ".join(tool.function.name for tool in self.tools) or "none"
+            message = f"tool_choice asks for a call, but no such tool is offered; the names in tools: {names}"
             raise RequestError(message, param="tool_choice")
         return self
 
@@ -364,7 +370,7 @@ class ChatRequest(GenerationRequest):
         prompt = self._encode_messages(model)
         limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
         logprobs = self.top_logprobs if self.logprobs else None
-        requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
+        requests = self._build_requests(model, [(prompt, limit)], chat_stop_tokens(model), logprobs)
         self._check_stops(requests[0], model)
         self._check_shaping(model, requests[0].sampling)
         return [replace(request, new_text=not self.continue_final_message) for request in requests]
@@ -373,6 +379,32 @@ class ChatRequest(GenerationRequest):
     def offered_tools(self) -> list[Tool]:
         """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def _callable_tools(self) -> list[Tool]:
+        """Tools that `tool_choice` allows."""
+        if not isinstance(self.tool_choice, NamedTool):
+            return self.offered_tools
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+
+    def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
+        """Return the grammar of calls if the reply must be one, else `read_grammar`; errors are alike."""
+        field, grammar = super().choose_grammar(model)
+        if not self._must_call:
+            return field, grammar
+        if grammar is not None:
+            message = f"{field} and tool_choice={show(self.tool_choice)}: both bind the reply; leave one out"
+            raise RequestError(message, param="tool_choice")
+        template, tokenizer = get_template_and_tokenizer(model)
+        tools = [tool.to_template() for tool in self._callable_tools]
+        parallel = self.parallel_tool_calls and self.tool_choice == "required"
+        with report_grammar_errors_of("tools"):
+            calls = tool_call_grammar(tools, require_format(template), tokenizer, parallel=parallel)
+        return "tools", calls
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
         """Return a reader for the calls of one answer; None if no tools are offered.

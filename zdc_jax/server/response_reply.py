@@ -12,6 +12,7 @@ from zdc_jax.conversation.tools.parser import ToolDelta
 from zdc_jax.engine.request import EngineRequest, Event
 from zdc_jax.loading import TextModel
 from zdc_jax.server.answers import Answers
+from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.protocol import ChatRequest
 from zdc_jax.server.replies import Answer
@@ -115,6 +116,7 @@ class ResponseReply:
     def whole(self) -> dict[str, Any]:
         """Return the response so far."""
         body, answer = self._body, self._answer
+        choice, form = body.tool_choice, body.text.format
         status = {None: "in_progress", "stop": "completed"}.get(answer.finish_reason, "incomplete")
         return {
             "id": self._id,
@@ -132,8 +134,8 @@ class ResponseReply:
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
+            "text": {"format": {"type": form.type} | form.model_dump(by_alias=True, exclude_defaults=True)},
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
             "tools": [tool.model_dump() | {"strict": False} for tool in body.tools],
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -15,12 +15,14 @@ from zdc_jax.server.fields import (
 )
 from zdc_jax.server.messages import require_text
 from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
+from zdc_jax.server.structured import JsonSchema
 from zdc_jax.server.tools import FunctionDefinition
 
 CHAT_FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format": "text",
 }
 """Names in this API of fields of a chat."""
 
@@ -117,6 +119,36 @@ class ResponseTool(FunctionDefinition):
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
+class NamedResponseTool(Body):
+    """Choice of one tool, which the model must call."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+
+    def to_chat(self) -> dict[str, Any]:
+        """Convert to a choice in a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class TextFormat(JsonSchema):
+    """Format of the text, with the fields of a JSON schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    def to_chat(self) -> dict[str, Any]:
+        """Convert to the response format of a chat."""
+        schema = self.model_dump(exclude={"type"}, by_alias=True)
+        return {"type": self.type} | ({"json_schema": schema} if self.type == "json_schema" else {})
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    refused: ClassVar = {"verbosity": ("medium",)}
+
+    format: TextFormat = TextFormat()
+
+
 class Reasoning(Body):
     """Options of reasoning."""
 
@@ -135,8 +167,10 @@ class ResponseRequest(ModelRequest):
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
       tools: tools that the model may call.
-      tool_choice: `none` hides the tools from the model; None means `auto`.
+      tool_choice: `none` hides the tools from the model, `required` makes it call one, and an object makes it
+        call the tool of this name; None means `auto`.
       parallel_tool_calls: report all calls, not only the first.
+      text: format of the text.
       reasoning: options of reasoning.
       stream: send events while the model writes.
       stream_options: options of the stream.
@@ -151,14 +185,15 @@ class ResponseRequest(ModelRequest):
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     tools: list[ResponseTool] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     def to_chat(self) -> ChatRequest:
-        """Convert to the body of a chat; raise `RequestError` for a choice of tools that is not supported."""
+        """Convert to the body of a chat; raise `RequestError` for fields that contradict each other."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
         for item in items:
@@ -177,7 +212,8 @@ class ResponseRequest(ModelRequest):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tools": [tool.to_chat() for tool in self.tools],
-                "tool_choice": self.tool_choice,
+                "tool_choice": choice.to_chat() if isinstance(choice := self.tool_choice, Body) else choice,
+                "response_format": self.text.format.to_chat(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort,
             }

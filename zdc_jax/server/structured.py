@@ -16,7 +16,7 @@ Schema = dict[str, Any] | str
 
 
 @contextmanager
-def _report_errors_of(field: str) -> Iterator[None]:
+def report_grammar_errors_of(field: str) -> Iterator[None]:
     """Convert a `PromptError` inside the context to a `RequestError` whose message starts with this field."""
     try:
         yield
@@ -36,7 +36,7 @@ class JsonSchema(Body):
 
     name: str = ""
     description: str = ""
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool = True
 
 
@@ -103,14 +103,18 @@ class StructuredRequest(ModelRequest):
             other = sources[1][0]
             message = f"{field} and {other}: only one grammar is allowed; leave one out"
             raise RequestError(message, param=other)
-        with _report_errors_of(field):
+        with report_grammar_errors_of(field):
             return field, new(value)
+
+    def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
+        """Return `read_grammar`, or another grammar that the body implies for this model."""
+        return self.read_grammar()
 
     def check_grammar(self, model: TextModel) -> None:
         """Raise `RequestError` unless the model can answer in the grammar; this takes up to a second."""
-        field, grammar = self.read_grammar()
+        field, grammar = self.choose_grammar(model)
         if grammar is not None:
-            with _report_errors_of(field):
+            with report_grammar_errors_of(field):
                 compile_grammar(model, grammar)
 
     def _list_sources(self) -> list[tuple[str, Callable[[Any], Grammar], Any]]:

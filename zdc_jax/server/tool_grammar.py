@@ -4,21 +4,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from zdc_jax.conversation.tools.parser import ToolFormat
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.grammar_process import JSON
 
-BEGIN, END = "<tool_call>\n", "\n</tool_call>"
-"""Text around a call in the format of Hermes and Qwen."""
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of some tools: an object with `name` and `arguments`.
+def tool_call_schema(tools: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of some tools: an object with a name and arguments.
 
     Args:
       tools: tools in OpenAI's format, `{"type": "function", "function": {"name", "parameters"}}`. Tools
         without parameters get no arguments.
+      key: key of the arguments.
 
     Raises:
       PromptError: there are no tools, or one of them is malformed.
@@ -38,8 +40,8 @@ def tool_call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
-                "required": ["name", "arguments"],
+                "properties": {"name": {"const": function["name"]}, key: {"$ref": place}},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
         )
@@ -47,23 +49,37 @@ def tool_call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def tool_call_grammar(
-    tools: Sequence[Mapping[str, Any]], *, begin: str = BEGIN, end: str = END, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]], format: ToolFormat, tokenizer: Tokenizer, *, parallel: bool = True
 ) -> Grammar:
-    """Return the grammar of one call or more, each between two texts.
+    """Return the grammar of one call or more, as a model writes them.
 
     Args:
       tools: tools that may be called, in OpenAI's format.
-      begin: text before a call.
-      end: text after a call.
-      parallel: allow several calls, on lines of their own.
+      format: format of the calls.
+      tokenizer: tokenizer of the model, which may have tokens for the format's marks.
+      parallel: allow several calls.
 
     Raises:
       PromptError: there are no tools, or one of them is malformed.
     """
-    schema = json.dumps(tool_call_schema(tools) | {"x-guidance": JSON})
-    more = r' ("\n" call)*' if parallel else ""
-    call = f"{json.dumps(begin)} body {json.dumps(end)}"
-    return Grammar.text(f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")
+    schema = json.dumps(tool_call_schema(tools, format.arguments) | {"x-guidance": JSON})
+    added = tokenizer.get_added_tokens_decoder()
+    special = {each.content: token for token, each in added.items() if each.special}
+
+    def write_mark(mark: str) -> str:
+        return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+
+    def repeat(call: str, separator: str) -> str:
+        return f"{call} ({json.dumps(separator)} {call})*" if parallel else call
+
+    start = write_mark(format.starts[0])
+    if format.listed:
+        calls = f'{start} "[" {repeat("call", ", ")} "]"'
+    elif format.end is not None:
+        calls = repeat(rf'{start} "\n" call "\n" {write_mark(format.end)}', "\n")
+    else:
+        calls = repeat("call", "; ")
+    return Grammar.text(f"start: {calls}\ncall: %json {schema}\n")
 
 
 def _move_references(schema: Any, place: str) -> Any:

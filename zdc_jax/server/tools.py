@@ -53,6 +53,19 @@ class Tool(Body):
         return {"type": self.type, "function": function}
 
 
+class FunctionName(Body):
+    """Name of a function."""
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(Body):
+    """Choice of one tool, which the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 def require_format(template: ChatTemplate) -> ToolFormat:
     """Return the format of calls that a chat template teaches; raise `RequestError` if it teaches none."""
     source = template.for_tools()

@@ -4,11 +4,11 @@ from zdc_jax.conversation.tools.parser import ToolFormat
 
 HERMES = ToolFormat("hermes", ("<tool_call>",), "</tool_call>")
 """Hermes, Qwen 2.5 and 3, Granite 4: `<tool_call>{"name": …, "arguments": …}</tool_call>` for each call."""
-GRANITE = ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), "</tool_call>")
+GRANITE = ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), "</tool_call>", listed=True)
 """Granite 3: `<|tool_call|>[{"name": …, "arguments": …}, …]`."""
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), named=True)
+MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), named=True, listed=True)
 """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
-LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",))
+LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), arguments="parameters")
 """Llama 3.1 to 3.3: `{"name": …, "parameters": …}`, several divided by semicolons."""
 FORMATS = (HERMES, GRANITE, MISTRAL, LLAMA3)
 

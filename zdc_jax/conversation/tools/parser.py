@@ -20,12 +20,16 @@ class ToolFormat:
       starts: marks before calls.
       end: mark after calls; None if nothing follows them.
       named: a call may be its name followed by its arguments, as in `add{"a": 1}`.
+      listed: models write all calls as one list after a single mark, rather than one by one.
+      arguments: key of the arguments in a call.
     """
 
     name: str
     starts: tuple[str, ...]
     end: str | None = None
     named: bool = False
+    listed: bool = False
+    arguments: str = "arguments"
 
     @property
     def marks(self) -> tuple[str, ...]:
