@@ -66,5 +66,7 @@ def test_a_wheel_in_a_clean_environment_converts_the_demo_checkpoint(tmp_path):
         python, "-c", "from convert import demo_checkpoint; print(demo_checkpoint.PATH)", cwd=tmp_path
     ).strip()
     assert Path(where).is_relative_to(tmp_path / "clean")
+    page = "from zdc_jax.server import page; print(len(page._load()[0]))"
+    assert int(run(python, "-c", page, cwd=tmp_path)) > 1000
     assert "converted" in run(zdc, "convert", where, tmp_path / "model", cwd=tmp_path)
     assert (tmp_path / "model" / "manifest.json").exists()

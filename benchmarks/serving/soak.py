@@ -27,6 +27,7 @@ from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
 from zdc_jax.server.app import make_app
+from zdc_jax.server.http_settings import HttpSettings
 from zdc_jax.server.run import Server
 
 WAYS = {"whole": 6, "stream": 2, "leaves": 1, "leaves at once": 1}
@@ -152,7 +153,8 @@ def main(options: Options) -> None:
         options.rows, 256, options.cache_tokens, page=16, chunk=64, max_waiting=options.waiting
     )
     engine = Engine(model, config)
-    server = Server(make_app(engine, name="soak"), engine, "soak", "127.0.0.1", 0, drain_seconds=5)
+    settings = HttpSettings(port=0, access_log=False)
+    server = Server(make_app(engine, name="soak"), engine, "soak", settings, drain_seconds=5)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from convert.cli.demo_report import (
     write_request,
 )
 from convert.cli.demo_text import write_text
+from convert.cli.flags import show_default
 from convert.conversion import convert, open_source
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -67,6 +68,22 @@ SHIPPED_SIZE = DemoSize()
 """Size for the tiny checkpoint that ships."""
 SOURCE_SIZE = DemoSize(calibration_tokens=9 * 1792, heldout_windows=3, questions=4)
 """Size for any other model: one with 135 million parameters takes minutes."""
+
+
+@dataclass
+class Demo:
+    """Convert, calibrate and generate; print cache size and perplexity of several plans.
+
+    Attributes:
+      source: Hugging Face folder or GGUF file.
+      output: Folder for the converted model and the report.
+    """
+
+    source: Annotated[Path | None, show_default("the small checkpoint in the package")] = None
+    output: Path = Path("demo-output")
+
+    def run(self, console: Console) -> None:
+        demo(self.output, console, self.source)
 
 
 def demo(

@@ -18,7 +18,6 @@ from tyro.conf import Positional
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
 from convert.search.coded_search import CodedBooks, CodedSearch
-from convert.search.plots import write_front
 from convert.search.search import (
     Mode,
     Objective,
@@ -338,6 +337,8 @@ class SearchFlags:
             minutes=self.minutes,
             on_kernels=self.on_kernels,
         )
+        from convert.search.plots import write_front  # Matplotlib takes a second to import.
+
         (CodedSearch if method == "coded" else Search).check(options)
         checkpoint = Checkpoint.open(path)
         if not self.texts:

@@ -5,8 +5,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import jax
-
 FLAG = "--no-program-cache"
 """Argument before the command that keeps no programs."""
 MOST_BYTES = 4 * 2**30
@@ -43,6 +41,8 @@ def keep_programs(folder: Path) -> None:
         return
     if is_new:
         print(f"compiled programs are kept in {folder}; zdc {FLAG} COMMAND keeps none", file=sys.stderr)
+    import jax  # Help imports this module, and JAX takes a second.
+
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

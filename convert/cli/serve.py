@@ -1,7 +1,7 @@
 """`zdc serve`: an HTTP server with OpenAI's API."""
 
-import asyncio
-import os
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Annotated
@@ -10,10 +10,14 @@ import tyro
 from rich.console import Console
 
 from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, show_default
+from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.errors import PromptError
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.server.http_settings import HttpSettings
+
+logger = logging.getLogger("zdc_jax.server")
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 """Packages of the extra `serve`."""
@@ -27,9 +31,6 @@ class Serve:
 
     Attributes:
       path: Converted folder.
-      host: Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts
-        connections from any machine.
-      port: Port to listen on; 0 picks a free one.
       name: Model name that clients send. Repeat the flag for further names.
       max_sequences: Most requests to run at once.
       max_model_len: Most tokens in a prompt and its answer together.
@@ -52,8 +53,7 @@ class Serve:
 
     path: ModelFolder
     flags: Annotated[PlanFlag, tyro.conf.arg(name="")] = field(default_factory=PlanFlag)
-    host: str = "127.0.0.1"
-    port: int = 8000
+    http: Annotated[HttpFlags, tyro.conf.arg(name="")] = field(default_factory=HttpFlags)
     name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, show_default("name of the folder")] = ()
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
@@ -71,23 +71,31 @@ class Serve:
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"zdc serve needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        from zdc_jax.server.api_keys import collect_keys
+
         self._check()
-        config = self._config()
+        http, keys, config = self.http.build(), collect_keys(self.http.api_key_file), self._config()
+        _log_with_times()
         plan = self.flags.build(self.path)
         names = self.name or (self.path.resolve().name,)
         if self.replicas is None:
-            self._serve_alone(config, plan, names)
+            self._serve_alone(config, plan, names, http, keys)
         else:
-            self._serve_replicas(self.replicas, config, plan, names)
+            self._serve_replicas(self.replicas, config, plan, names, http)
 
     def _serve_alone(
-        self, config: EngineConfig, plan: CompressionPlan | None, names: tuple[str, ...]
+        self,
+        config: EngineConfig,
+        plan: CompressionPlan | None,
+        names: tuple[str, ...],
+        http: HttpSettings,
+        keys: Sequence[str],
     ) -> None:
-        from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
         config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
-        check_address(self.host, self.port)
+        http.check_files_and_address()
+        logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(
             self.path,
             plan,
@@ -101,24 +109,30 @@ class Serve:
                 engine,
                 name=names[0],
                 aliases=names[1:],
-                api_key=os.environ.get(KEY) or None,
-                host=self.host,
-                port=self.port,
+                api_keys=keys,
+                settings=http,
                 drain_seconds=self.drain_seconds,
             )
 
     def _serve_replicas(
-        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, names: tuple[str, ...]
+        self,
+        replicas: int,
+        config: EngineConfig,
+        plan: CompressionPlan | None,
+        names: tuple[str, ...],
+        http: HttpSettings,
     ) -> None:
         if self.mesh is not None:
             raise PromptError(
                 f"--mesh {self.mesh}: not with --replicas {replicas}, as each has one device; drop one flag"
             )
+        self.http.check_replicas(replicas)
         if find_spec("ray") is None:
             raise PromptError(f"--replicas {replicas}: needs ray; run: pip install 'zdc-jax[ray]'")
         from zdc_jax.replicas.run import serve_replicas
         from zdc_jax.replicas.settings import ReplicaSettings
 
+        key_file = self.http.api_key_file
         settings = ReplicaSettings(
             path=str(self.path.resolve()),
             name=names[0],
@@ -130,14 +144,14 @@ class Serve:
             max_positions=self.max_positions,
             reproducible=self.reproducible,
             drain_seconds=self.drain_seconds,
+            api_key_file=None if key_file is None else str(key_file.resolve()),
+            allowed_origins=http.allowed_origins,
         )
-        check_address(self.host, self.port)
-        serve_replicas(settings, host=self.host, port=self.port)
+        http.check_files_and_address()
+        serve_replicas(settings, host=http.host, port=http.port)
 
     def _check(self) -> None:
         """Raise `PromptError` for values that would fail only after the model is loaded, or never."""
-        if not 0 <= self.port <= 65535:  # The system would use it modulo 65536.
-            raise PromptError(f"--port {self.port}: must be 0 to 65535")
         if self.replicas is not None and self.replicas < 1:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
@@ -154,12 +168,9 @@ class Serve:
         )
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise `PromptError` if no server can listen: the port is taken, or the host is not of this machine."""
-
-    async def listen() -> None:
-        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
-        server.close()
-
-    with foreign_errors_as(PromptError, f"cannot listen on --host {host} --port {port}"):
-        asyncio.run(listen())
+def _log_with_times() -> None:
+    """Log the start, requests and the end, each line with its time."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("zdc_jax.engine", "zdc_jax.server"):
+        logging.getLogger(name).setLevel(logging.INFO)

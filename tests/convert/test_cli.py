@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -17,7 +18,9 @@ from hf_variants import write_variant
 from rich.console import Console
 
 from convert.cli import entry, programs
-from convert.cli.main import COMMANDS, _report_basis, _report_savings, main
+from convert.cli.basis_report import report_basis
+from convert.cli.main import SUMMARIES, import_command, main
+from convert.cli.plan import _report_savings
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
@@ -158,7 +161,7 @@ def test_help_shows_what_is_required(command, usage, capsys):
 
 @pytest.mark.parametrize("output", ["{}/nowhere/report.json", "{}/text"])
 def test_outputs_are_checked_before_any_work(folder, capsys, monkeypatch, output):
-    for module in ("main", "evaluate"):
+    for module in ("plan", "evaluate"):
         monkeypatch.setattr(f"convert.cli.{module}.Checkpoint", None)
     output, model = output.format(folder), str(folder / "model")
     for arguments in (
@@ -174,7 +177,7 @@ def test_an_interrupt_is_one_line(folder, capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("convert.cli.main.load", interrupt)
+    monkeypatch.setattr("convert.cli.generate.load", interrupt)
     assert main(["generate", str(folder / "model"), "w3"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -206,7 +209,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
     # The output has no markup, emoji, wrapping or expanded tabs.
     text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
     result = Generation((Completion((3, 4), text, "length"),), 0, 128, Timings(0.0, 0.0, 0.0))
-    monkeypatch.setattr("convert.cli.main.generate", lambda *_, **__: result)
+    monkeypatch.setattr("convert.cli.generate.generate", lambda *_, **__: result)
     assert main(["generate", str(folder / "model"), "[red]w3[/red] :heart:"]) == 0
     assert capsys.readouterr().out.startswith(f"[red]w3[/red] :heart:{text}\n")
 
@@ -400,7 +403,9 @@ FLAGS = {
     "generate": f"plan {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions reproducible distributed coordinator num-processes process-id join-timeout",
     "chat": f"plan {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "serve": "plan host port name max-sequences max-model-len cache-tokens chunk decode-steps "
+    "serve": "plan host port uds ssl-certfile ssl-keyfile root-path api-key-file keep-alive "
+    "allowed-origins access-log "
+    "name max-sequences max-model-len cache-tokens chunk decode-steps "
     "max-waiting replicas drain-seconds mesh dtype max-positions reproducible",
     "evaluate": "plan tasks contexts protocol max-documents batch seed dtype output",
     "inspect": "check",
@@ -415,11 +420,11 @@ def test_the_certificate_is_said_at_each_quarter(head_dim, kept):
     said.qk_error = said.vo_error = error
     said.qk_condition = said.vo_condition = condition
     console = Console(file=io.StringIO(), width=120)
-    _report_basis(console, said)  # type: ignore[arg-type]
+    report_basis(console, said)  # type: ignore[arg-type]
     assert re.findall(r"^│ +(\d+) ", console.file.getvalue(), re.MULTILINE) == kept.split()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SUMMARIES)
 def test_help_lists_flat_flags(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -442,7 +447,28 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in COMMANDS)
+    assert all(command in out for command in SUMMARIES)
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_the_list_of_commands_has_the_first_lines_of_their_help(name):
+    assert import_command(name).__doc__.split("\n")[0] == SUMMARIES[name]
+
+
+def test_the_list_of_commands_imports_none_of_them():
+    code = """
+import sys
+from convert.cli.entry import main
+sys.argv = ["zdc", "--help"]
+try:
+    main()
+finally:
+    print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "convert.cli.main" in modules
+    assert not modules & {"jax", "numpy", "zdc_jax", "matplotlib", "rich"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["inspect"], ["plan", "a", "b", "--flags.qk", "16"]])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
-from convert.cli.serve import check_address
 from zdc_jax import generate, load
+from zdc_jax.server.api_keys import collect_keys
+from zdc_jax.server.http_settings import HttpSettings
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +28,24 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """Start the server; yield its process and address."""
+    """Start the server; yield its process, its address and the file of its log."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     command += ["--name", "tiny", "--name", "org/small"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    log = folder.parent / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
         assert found, line
         try:
-            yield process, found[1]
+            yield process, found[1], log
         finally:
             process.kill()
 
@@ -52,6 +60,13 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
     assert main(["serve", str(folder), "--replicas", "2", "--mesh", "model=2"]) == 2
     assert capsys.readouterr().err == (
         "error: --mesh model=2: not with --replicas 2, as each has one device; drop one flag\n"
+    )
+
+
+def test_replicas_leave_connections_to_haproxy(folder, capsys):
+    assert main(["serve", str(folder), "--replicas", "2", "--keep-alive", "9"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --keep-alive 9.0: not with --replicas 2, whose connections HAProxy holds; drop one flag\n"
     )
 
 
@@ -79,6 +94,16 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
         ("--port", "-5", "--port -5: must be 0 to 65535"),
         ("--replicas", "0", "--replicas 0: must be at least 1"),
         ("--drain-seconds", "nan", "--drain-seconds nan: must be a finite number, at least 0"),
+        ("--root-path", "llm/", "--root-path llm/: must start with / and not end with it, such as /llm"),
+        ("--ssl-keyfile", "key.pem", "--ssl-keyfile key.pem: needs a certificate, too; add --ssl-certfile"),
+        ("--keep-alive", "0", "--keep-alive 0.0: must be a finite number of seconds above 0"),
+        ("--keep-alive", "inf", "--keep-alive inf: must be a finite number of seconds above 0"),
+        (
+            "--allowed-origins",
+            "https://a.example/",
+            "--allowed-origins https://a.example/: must be * or an origin such as https://example.com:8080, "
+            "in lower case and without a path",
+        ),
         ("--drain-seconds", "-1", "--drain-seconds -1.0: must be a finite number, at least 0"),
     ],
 )
@@ -98,16 +123,54 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
     assert "in use" in line
     for host in ("192.0.2.1", "no such host", "a" * 64):  # The first address belongs to no machine.
         assert main(["serve", str(folder), "--host", host, "--port", "0"]) == 2
-        assert f"cannot listen on --host {host} --port 0: " in capsys.readouterr().err
+        assert f"cannot listen on --host {shlex.quote(host)} --port 0: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ssl-certfile", "{}"], "--ssl-certfile {}: cannot be loaded: "),
+        (["--ssl-certfile", "{}/no"], "--ssl-certfile {}/no: cannot be loaded: "),
+        (["--api-key-file", "{}"], "--api-key-file {}: contains no key; write one key per line"),
+        (["--api-key-file", "{}/no"], "--api-key-file {}/no: cannot be read: "),
+        (["--uds", "{}"], "cannot listen on --uds {}: it is a file, not a socket"),
+        (["--uds", "{}/no/socket"], "cannot listen on --uds {}/no/socket: "),
+        (["--uds", "{}" + "x" * 100], "cannot listen on --uds {}" + "x" * 100 + ": "),
+        (["--uds", "{}.sock", "--port", "80"], "not together with --host 127.0.0.1 and --port 80; drop"),
+    ],
+)
+def test_files_are_refused_before_the_model_is_loaded(folder, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    file = tmp_path / "file"
+    file.write_text("# no key here\n\n")
+    assert main(["serve", str(folder), *(flag.format(file) for flag in flags)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message.format(file) in line
+
+
+def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst \n\nsécond\n")
+    monkeypatch.delenv("ZDC_API_KEY", raising=False)
+    assert collect_keys(None) == ()
+    assert collect_keys(file) == ("first", "sécond")
+    monkeypatch.setenv("ZDC_API_KEY", "sesame")
+    assert collect_keys(file) == ("sesame", "first", "sécond")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_addresses_that_can_be_listened_at(host):
-    check_address(host, 0)
+    HttpSettings(host=host, port=0).check_files_and_address()
 
 
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
-    process, address = served
+    process, address, log = served
+    # Keys and values of 3 layers, 2 heads and 32 dimensions in float32.
+    assert "device: 1 x cpu; dtype: float32; plan: method zdc, 100.0%" in log.read_text()
+    assert f"cache: {3 * 2 * 2 * 32 * 4:,} bytes per token, room for 256 tokens" in log.read_text()
+    compiled = re.findall(r"compiled (\d+) of (\d+) programs", log.read_text())
+    assert compiled == [(str(i), str(len(compiled))) for i in range(1, len(compiled) + 1)]
     with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:
         assert [model.id for model in client.models.list()] == ["tiny", "org/small"]
         assert client.models.retrieve("org/small").id == "org/small"
@@ -126,5 +189,6 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
-    process.send_signal(signal.SIGTERM)
+    assert len(re.findall(r" GET /v1/models: 200 in .* s, request \w{32}\n", log.read_text())) == 1
+    process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0

@@ -357,8 +357,8 @@ def test_cancelled_requests_free_their_rows(engine, model):
     assert engine.stats().running == 0
 
 
-def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
-    request = EngineRequest(tuple(range(3, 30)), 6, ignore_eos=True)
+def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch, caplog):
+    request = EngineRequest(tuple(range(3, 30)), 6, ignore_eos=True, id="request-7")
     prefill, failed = engine._runner.prefill, []
 
     def fails(*args):
@@ -371,6 +371,7 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     first = ask(engine, request)
     first.tokens()
     assert (first.reason, first.events[-1].error) == ("error", "RuntimeError: out of luck")
+    assert caplog.messages == ["a step failed: requests request-7 end with an error, waiting ones continue"]
     assert ask(engine, request).tokens() == alone(model, request)
 
 

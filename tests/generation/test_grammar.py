@@ -15,7 +15,7 @@ from tiny_tokenizers import ascii_tokenizer
 
 from zdc_jax import Grammar, LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.grammar import compile_grammar
+from zdc_jax.generation.grammar import compile_grammar, warm_up
 from zdc_jax.generation.guide import Guide
 from zdc_jax.plan import CompressionPlan
 
@@ -171,3 +171,12 @@ def test_a_grammar_needs_a_tokenizer():
         compile_grammar(bare, GRAMMARS["regex"])
     with pytest.raises(PromptError, match="grammar='a' must be a Grammar, or None"):
         Sampling(grammar="a")
+
+
+def test_a_tokenizer_without_decoder_is_refused_by_name():
+    tokenizer = ascii_tokenizer()
+    tokenizer.decoder = None
+    model = SimpleNamespace(tokenizer=tokenizer, config=LLAMA)
+    with pytest.raises(PromptError, match="choice: grammars cannot use this model's tokenizer: "):
+        compile_grammar(model, Grammar.choice(["a"]))
+    warm_up(model)  # A server without grammars starts all the same.

@@ -564,20 +564,21 @@ def test_a_model_without_a_tokenizer():
 
 @pytest.mark.parametrize("key", [None, "Bearer", "Bearer wrong", "Basic sécret", "sécret"])
 def test_keys(engine, key):
-    client = TestClient(make_app(engine, name="tiny", api_key="sécret"))
+    client = TestClient(make_app(engine, name="tiny", api_keys=["other", "sécret"]))
     headers = {} if key is None else {"Authorization": key.encode()}
     described = error(client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers), 401)
     assert described["code"] == "invalid_api_key"
     error(client.get("/v1/models", headers=headers), 401)
     assert client.get("/health").status_code == 200
     assert client.get("/metrics").status_code == 200
-    headers = {"Authorization": "Bearer sécret".encode()}
-    assert client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers).status_code == 200
+    for each in ("sécret", "other"):
+        headers = {"Authorization": f"Bearer {each}".encode()}
+        assert client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers).status_code == 200
 
 
 def test_an_empty_key_is_refused(engine):
-    with pytest.raises(ValueError, match="api_key='' must be a non-empty key, or None"):
-        make_app(engine, name="tiny", api_key="")
+    with pytest.raises(ValueError, match="api_keys has an empty key"):
+        make_app(engine, name="tiny", api_keys=["key", ""])
 
 
 def test_long_bodies(engine):
@@ -634,7 +635,7 @@ def test_an_engine_does_not_suffer_from_a_server_that_has_gone():
         Answers.submit(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
 
     late = Late()
-    late.stats = EngineStats
+    late.stats, late.max_model_len = EngineStats, 9
     asyncio.run(ask())
     late.notify(Event(finish_reason="cancelled"))
 

@@ -2,14 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
-from jax.stages import Lowered
 
 from zdc_jax.axes import Array
+from zdc_jax.engine.compiling import Lowering
 from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
@@ -23,15 +24,15 @@ SHAPE = "shape"
 """Name of the program that stores the counts and biases of one sequence."""
 
 
-def lower_choosing(
+def list_choosing(
     network: Network,
     state: DecodeState,
     shaping: Shaping,
     *,
     widths: Sequence[int],
     where: Sharding | None,
-) -> Iterator[tuple[str, Lowered]]:
-    """Yield the programs with their names.
+) -> Iterator[tuple[str, Lowering]]:
+    """Yield the names of the programs and how to lower them.
 
     Args:
       network: network of the engine.
@@ -42,8 +43,8 @@ def lower_choosing(
     """
     embeddings = Flat.of(network.embeddings)
 
-    def lower(run: Callable[..., Any], *inputs: Any, **options: Any) -> Lowered:
-        return jax.jit(run, out_shardings=where, **options).lower(embeddings, *inputs)
+    def lower(run: Callable[..., Any], *inputs: Any, **options: Any) -> Lowering:
+        return partial(jax.jit(run, out_shardings=where, **options).lower, embeddings, *inputs)
 
     def describe(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
@@ -84,7 +85,7 @@ def lower_choosing(
 
     one = describe(jnp.int32, vocab), describe(jnp.float32, vocab)
     put = jax.jit(_put_row, donate_argnums=0, out_shardings=where)
-    yield SHAPE, put.lower(shaping[:2], describe(jnp.int32), one)
+    yield SHAPE, partial(put.lower, shaping[:2], describe(jnp.int32), one)
 
 
 def name_choosing(step: str, choice: Choice, is_shaped: bool) -> str:

@@ -17,6 +17,7 @@ from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.engine.runner import ChunkInputs, DecodeInputs, Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
+from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.masks import full_mask
@@ -174,6 +175,7 @@ class Engine:
             cache_tokens=self.config.cache_tokens,
             reuse=self.config.reuse,
         )
+        report_start(network, layout, self.max_model_len)
         self._runner = Runner(network, layout, chunk=self.config.chunk, steps=self.config.decode_steps)
         self._scheduler = self._new_scheduler()
         self._jobs: dict[Work, Job] = {}
@@ -215,7 +217,7 @@ class Engine:
     @property
     def cache_tokens(self) -> int:
         """Tokens of all requests together that the cache has room for."""
-        return self._runner.layout.pages * self._runner.layout.page
+        return self._runner.layout.tokens
 
     @property
     def closing(self) -> bool:
@@ -296,7 +298,10 @@ class Engine:
                 guided = [self._choose(group, frontier) for group, frontier in started.unchosen]
                 pending = started.pending + guided
             except Exception as error:
-                logger.exception("a step failed: running requests end with an error, waiting ones continue")
+                logger.exception(
+                    "a step failed: requests %s end with an error, waiting ones continue",
+                    ", ".join(self._jobs[work].request.id for work in self._scheduler.running.values()),
+                )
                 self._fail_running(error)
                 pending = []
 
@@ -437,6 +442,7 @@ class Engine:
         try:
             device_knows = bool(tokens) and job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
         except PromptError as error:
+            logger.warning("request %s ends with an error: %s", job.request.id, error)
             job.emit(Event(finish_reason="error", error=str(error)))
             device_knows = False
         if broken:
@@ -450,7 +456,7 @@ class Engine:
         A product of NaN and a weight of 0 is NaN, so what the job stored must reach no other request.
         """
         error = NonFiniteError("logits are", self._runner.dtype)
-        logger.error("a request failed: %s", error)
+        logger.error("request %s failed: %s", job.request.id, error)
         job.emit(Event(finish_reason="error", error=str(error)))
         with self._changed:
             pages = self._scheduler.forget(job.work)

@@ -122,7 +122,7 @@ class Job:
         try:
             self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
         except Exception:
-            logger.exception("the event callback of a request failed")
+            logger.exception("the event callback of request %s failed", self.request.id)
 
     def _resume(self, tokens: tuple[int, ...]) -> None:
         """Add tokens reported by another engine; raise `PromptError` if the answer ends with them."""

@@ -42,6 +42,23 @@ class Layout:
         """Whether sequences grow by pages, rather than reserving their capacity."""
         return all(isinstance(spec, Paged) for spec in self.specs)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests together that the cache has room for."""
+        return self.pages * self.page
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that the cache grows by with each token of a sequence; its capacity's share without pages."""
+        paged = [spec for spec in self.specs if isinstance(spec, Paged)]
+        if len(paged) < len(self.specs):
+            return device_bytes(self.specs, self.capacity) // self.capacity
+
+        def count_bytes(pages: int) -> int:
+            return device_bytes([replace(spec, pages=pages) for spec in paged], self.capacity)
+
+        return (count_bytes(2) - count_bytes(1)) // self.page
+
     @classmethod
     def of(
         cls,

@@ -36,6 +36,7 @@ class EngineRequest:
       salt: prefix-cache salt. Cached tokens are shared only between requests with the same salt.
       generated: first tokens of the answer, if another engine has already generated them. Only later tokens
         are reported, and they are those that one engine would have generated. Limits count all tokens.
+      id: name of the request in logs.
       new_text: whether the answer is a text of its own, as a reply in a chat. By default its text continues
         the prompt; with SentencePiece it may begin with a space.
     """
@@ -52,6 +53,7 @@ class EngineRequest:
     priority: int = 0
     salt: str = ""
     generated: tuple[int, ...] = ()
+    id: str = "-"
     new_text: bool = False
 
 

@@ -12,7 +12,6 @@ one program that contains both, in a loop of known length.
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -20,14 +19,15 @@ from typing import Any, Literal, cast, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
-from zdc_jax.engine.choosing import SHAPE, lower_choosing, name_choosing, name_score
+from zdc_jax.engine.choosing import SHAPE, list_choosing, name_choosing, name_score
+from zdc_jax.engine.compiling import Lowering, compile_all
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
@@ -175,10 +175,7 @@ class Runner:
         self._tails: list[Array]
         self._shaping: Shaping
         self.reset()
-        # XLA compiles without Python's lock, so the next program is lowered meanwhile.
-        with ThreadPoolExecutor() as threads:
-            compiled = {name: threads.submit(lowered.compile) for name, lowered in self._lower_all()}
-        self._programs = {name: future.result() for name, future in compiled.items()}
+        self._programs = compile_all(dict(self._list_programs()))
         self._check_memory()
 
     def reset(self) -> None:
@@ -368,11 +365,11 @@ class Runner:
             self._table = jax.device_put(self._pages.copy(), self._where)
         return self._table
 
-    def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield all programs with their names, those first that take longest to compile."""
+    def _list_programs(self) -> Iterator[tuple[str, Lowering]]:
+        """Yield the names of all programs and how to lower them; those that compile longest come first."""
         layout, widest = self.layout, self._widths[0]
 
-        def lower_prefill(step: Callable[..., Any], width: int) -> Lowered:
+        def lower_prefill(step: Callable[..., Any], width: int) -> Lowering:
             return self._lower(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
@@ -393,17 +390,17 @@ class Runner:
         for choice in choices:
             loop = partial(_decode_loop, self.steps, choice)
             yield _name_decode_loop(choice), self._lower(loop, _choose_decode_options(layout), *rows)
-        yield from lower_choosing(
+        yield from list_choosing(
             self._network, self._state, self._shaping, widths=self._widths, where=self._where
         )
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             save, restore = _jit_donated(_save_tail, self._tails), _jit_donated(_restore_tail, self._state)
-            yield "save tail", save.lower(self._tails, self._state.cache.own, pair)
-            yield "restore tail", restore.lower(self._state, self._tails, pair)
+            yield "save tail", partial(save.lower, self._tails, self._state.cache.own, pair)
+            yield "restore tail", partial(restore.lower, self._state, self._tails, pair)
 
-    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowered:
-        """Lower a program of layers whose packed inputs have this shape."""
+    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowering:
+        """Return how to lower a program of layers whose packed inputs have this shape."""
 
         def run(
             flat: Flat[Network], state: DecodeState, table: Array, packed: Array
@@ -415,7 +412,8 @@ class Runner:
         describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
         shardings = _get_shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        return program.lower(self._flat, self._state, describe(self._pages.shape), describe(packed_shape))
+        inputs = self._flat, self._state, describe(self._pages.shape), describe(packed_shape)
+        return partial(program.lower, *inputs)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.masks import clear_bit, full_mask
 from zdc_jax.loading import TextModel
 
@@ -124,12 +124,13 @@ def compile_grammar(model: TextModel, grammar: Grammar) -> Matcher:
     A new grammar takes up to a second, most of it without Python's lock. Later ones come from a cache.
 
     Raises:
-      PromptError: the grammar is malformed or too complex, or the model has no tokenizer, or llguidance is
-        not installed.
+      PromptError: the grammar is malformed or too complex, the model has no tokenizer or one that llguidance
+        cannot read, or llguidance is not installed.
     """
     if model.tokenizer is None:
         raise PromptError(f"{grammar.kind}: a grammar needs a model with a tokenizer")
-    compiler = _new_compiler(model.tokenizer, model.config.vocab_size)
+    with foreign_errors_as(PromptError, f"{grammar.kind}: grammars cannot use this model's tokenizer"):
+        compiler = _new_compiler(model.tokenizer, model.config.vocab_size)
     return Matcher(compiler.compile(grammar), compiler.vocab, compiler.end)
 
 
@@ -158,6 +159,8 @@ class GrammarCompiler:
         self.end = int(extended.token_to_id(END) or 0)
         self.vocab = max(vocab, self.end + 1)
         arguments = _write_tokenizer(extended), self.vocab, self.end
+        # First here, since the process would fail for the same reason without a message.
+        self._tokenizer = grammar_process.new_tokenizer(*arguments)
         self._library = grammar_process
         self._folder = tempfile.TemporaryDirectory(prefix="zdc-grammars-")
         self._path = str(Path(self._folder.name) / "socket")
@@ -167,7 +170,6 @@ class GrammarCompiler:
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
             json.dump(arguments, pipe)
-        self._tokenizer = grammar_process.new_tokenizer(*arguments)
         self._results: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -5,9 +5,9 @@ Requests pass through HAProxy, `FrontServer` (the HTTP API, which resumes answer
 this module needs the extra `ray`.
 """
 
-import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -17,12 +17,15 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
 from zdc_jax.replicas.front import Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
-from zdc_jax.server.app import KEY, make_app
+from zdc_jax.server.api_keys import collect_keys
+from zdc_jax.server.app import make_app
+from zdc_jax.server.http_settings import HttpSettings
+from zdc_jax.server.middleware import wrap
 
 CPUS = 0.1
 """CPUs that Ray reserves for a replica, few because GPUs limit the number of replicas."""
@@ -98,11 +101,12 @@ class FrontServer:
         self._front = Front(model, max_model_len, RayFleet(replicas), max_requests)
         self._settings = settings
 
-    def __serve_build_asgi_app__(self) -> Starlette:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application for Ray Serve."""
         settings = self._settings
-        key = os.environ.get(KEY) or None
-        return make_app(self._front, name=settings.name, aliases=settings.aliases, api_key=key)
+        keys = collect_keys(Path(settings.api_key_file) if settings.api_key_file else None)
+        app = make_app(self._front, name=settings.name, aliases=settings.aliases, api_keys=keys)
+        return wrap(app, HttpSettings(allowed_origins=tuple(settings.allowed_origins), access_log=False))
 
 
 def build(settings: ReplicaSettings) -> serve.Application:

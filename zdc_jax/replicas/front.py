@@ -135,7 +135,8 @@ class Front:
                             return
             except ReplicaLostError as error:
                 logger.warning(
-                    "a request lost replica %d of at most %d after %d tokens: %s",
+                    "request %s lost replica %d of at most %d after %d tokens: %s",
+                    request.id,
                     lost,
                     MAX_LOST,
                     len(relayed),

@@ -25,6 +25,8 @@ class ReplicaSettings:
       dtype: dtype to run in, as in `load`.
       max_positions: longest context, as in `load`.
       drain_seconds: seconds that accepted requests have when a replica is shut down.
+      api_key_file: file with API keys, one per line, at the same path on all machines.
+      allowed_origins: origins of web pages that may read answers; `*` for all.
 
     Raises:
       PromptError: there is no replica, or the engine's configuration is invalid.
@@ -41,6 +43,8 @@ class ReplicaSettings:
     max_positions: int | None = None
     reproducible: bool = False
     drain_seconds: float = 30.0
+    api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

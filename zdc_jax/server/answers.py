@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.metrics import Metrics, Stopwatch
+from zdc_jax.server.middleware import request_id
 
 IndexedEvent = tuple[int, Event]
 """Index of a request and one of its events."""
@@ -33,9 +34,12 @@ class Answers:
         Raises the errors of `Serving.submit`. Needs a running event loop.
         """
         answers = cls()
+        name = request_id.get()
         try:
             for index, request in enumerate(requests):
-                notify = answers._make_callback(index, Stopwatch(metrics))
+                if name is not None:
+                    request = replace(request, id=name if len(requests) == 1 else f"{name}-{index}")
+                notify = answers._make_callback(index, Stopwatch(metrics, request))
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
             answers.cancel()

@@ -1,9 +1,8 @@
 """Routes of the server: OpenAI's completions, chats and models, and those of vLLM."""
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -11,16 +10,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_json
 from starlette.applications import Starlette
-from starlette.authentication import (
-    AuthCredentials,
-    AuthenticationBackend,
-    AuthenticationError,
-    SimpleUser,
-)
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -30,9 +22,12 @@ from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.server.answers import Answers
+from zdc_jax.server.api_keys import make_guard
 from zdc_jax.server.body import Body, ModelRequest, read_body, show
-from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
+from zdc_jax.server.errors import HANDLERS, RequestError, report_errors_of
+from zdc_jax.server.keep_alive import keep_alive
 from zdc_jax.server.metrics import Metrics
+from zdc_jax.server.page import show_page
 from zdc_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,8 +39,6 @@ from zdc_jax.server.replies import Reply, make_reply
 from zdc_jax.server.response_reply import ResponseReply, stream_response
 from zdc_jax.server.responses import ResponseRequest
 
-KEY = "ZDC_API_KEY"
-"""Environment variable with the API key that clients must send; empty for no key."""
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
 
@@ -55,7 +48,7 @@ def make_app(
     *,
     name: str,
     aliases: Sequence[str] = (),
-    api_key: str | None = None,
+    api_keys: Collection[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
     """Return the server as an ASGI application.
@@ -66,44 +59,16 @@ def make_app(
       engine: engine that answers requests; the caller closes it.
       name: name of the model in the API and in metrics.
       aliases: further names of the model in the API.
-      api_key: key that clients must send, except to `/health`, `/ping` and `/metrics`; None for no key.
+      api_keys: keys of which clients must send one, except to `/`, `/health`, `/ping` and `/metrics`.
       max_body_bytes: largest request; larger ones are refused.
 
     Raises:
-      ValueError: the key is empty.
+      ValueError: a key is empty.
     """
-    if api_key == "":
-        raise ValueError("api_key='' must be a non-empty key, or None for no key")
-    guard = []
-    if api_key is not None:
-        guard = [Middleware(AuthenticationMiddleware, ApiKey(api_key), _on_unauthorized)]
-    routes = Api(engine, (name, *aliases), Metrics(engine, name), max_body_bytes).routes(guard)
-    app = Starlette(routes=routes, exception_handlers=HANDLERS)
+    api = Api(engine, (name, *aliases), Metrics(engine, name), max_body_bytes)
+    app = Starlette(routes=api.routes(make_guard(api_keys)), exception_handlers=HANDLERS)
     app.state.closing = False
     return app
-
-
-@dataclass(frozen=True)
-class ApiKey(AuthenticationBackend):
-    """Authentication by the header `Authorization: Bearer KEY`."""
-
-    key: str
-
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
-        """Compare keys in constant time; raise `AuthenticationError` if they differ."""
-        scheme, _, sent_key = conn.headers.get("authorization", "").partition(" ")
-        # Starlette decodes header bytes as Latin-1, whatever their encoding.
-        same = hmac.compare_digest(sent_key.strip().encode("latin-1"), self.key.encode())
-        if scheme.lower() != "bearer" or not same:
-            raise AuthenticationError(
-                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
-            )
-        return AuthCredentials(), SimpleUser("")
-
-
-def _on_unauthorized(conn: HTTPConnection, error: AuthenticationError) -> Response:
-    refused = RequestError(str(error), status=401, code="invalid_api_key")
-    return make_response(refused, {"WWW-Authenticate": "Bearer"})
 
 
 @dataclass(frozen=True)
@@ -125,6 +90,7 @@ class Api:
     def routes(self, guard: Sequence[Middleware]) -> list[Route]:
         """Return the routes; clients pass `guard` first, except where programs watch the server."""
         return [
+            Route("/", show_page),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
             Route("/v1/responses", self.responses, methods=["POST"], middleware=guard),
@@ -283,7 +249,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with keep_alive(send) as send_or_beat:
+                await super().__call__(scope, receive, send_or_beat)
         finally:
             self._answers.cancel()
 

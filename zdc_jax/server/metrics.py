@@ -1,14 +1,14 @@
 """Prometheus metrics of a server, under vLLM's names."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from zdc_jax.engine.request import Event, Serving
+from zdc_jax.engine.request import EngineRequest, Event, Serving
 
 LABEL = "model_name"
 FIRST_TOKEN = (
@@ -40,7 +40,7 @@ OUTCOMES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "
 
 
 class Metrics:
-    """Metrics of one server: latencies that it measures, and statistics of its engine.
+    """Metrics of one server: what it measures of its requests, and statistics of its engine.
 
     Args:
       engine: engine whose statistics are collected.
@@ -49,34 +49,73 @@ class Metrics:
     Attributes:
       registry: registry with all metrics.
       first_token: time to first token (TTFT).
-      between_tokens: time per output token (TPOT).
+      between_tokens: time per output token (TPOT), one observation per token.
+      mean_between_tokens: mean time per output token of a request.
       whole_request: time from submission to the end of the answer.
+      queue: time until a request's prefill starts.
+      prefill: time from there to the first token.
+      decode: time from the first token to the last.
+      inference: prefill and decode together.
+      prompt_tokens: tokens of a prompt.
+      generation_tokens: tokens of an answer.
+      most_generation_tokens: the same, under the name of the most tokens among a prompt's answers.
+      max_tokens: most tokens that an answer may have.
       ended: counter of ended requests for each finish reason.
     """
 
     def __init__(self, engine: Serving, name: str):
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, name))
-        self.first_token = self._make_histogram("time_to_first_token", FIRST_TOKEN).labels(name)
-        self.between_tokens = self._make_histogram("inter_token_latency", BETWEEN_TOKENS).labels(name)
-        self.whole_request = self._make_histogram("e2e_request_latency", WHOLE_REQUEST).labels(name)
+
+        def make_histogram(quantity: str, bounds: Sequence[float], old_name: str | None = None) -> Histogram:
+            meaning = quantity.replace("_", " ").replace(" seconds", ", in seconds")
+            histogram = Histogram(
+                f"vllm:{quantity}", meaning, [LABEL], registry=self.registry, buckets=bounds
+            )
+            if old_name is not None:
+                self.registry.register(OldName(histogram, old_name))
+            return histogram.labels(name)
+
+        lengths = _list_lengths(engine.max_model_len)
+        self.first_token = make_histogram("time_to_first_token_seconds", FIRST_TOKEN)
+        self.between_tokens = make_histogram(
+            "inter_token_latency_seconds", BETWEEN_TOKENS, "vllm:time_per_output_token_seconds"
+        )
+        self.mean_between_tokens = make_histogram("request_time_per_output_token_seconds", BETWEEN_TOKENS)
+        self.whole_request = make_histogram("e2e_request_latency_seconds", WHOLE_REQUEST)
+        self.queue = make_histogram("request_queue_time_seconds", WHOLE_REQUEST)
+        self.prefill = make_histogram("request_prefill_time_seconds", WHOLE_REQUEST)
+        self.decode = make_histogram("request_decode_time_seconds", WHOLE_REQUEST)
+        self.inference = make_histogram("request_inference_time_seconds", WHOLE_REQUEST)
+        self.prompt_tokens = make_histogram("request_prompt_tokens", lengths)
+        self.generation_tokens = make_histogram("request_generation_tokens", lengths)
+        self.most_generation_tokens = make_histogram("request_max_num_generation_tokens", lengths)
+        self.max_tokens = make_histogram("request_params_max_tokens", lengths)
         ended = Counter(
             "vllm:request_success", "Ended requests", [LABEL, "finished_reason"], registry=self.registry
         )
         self.ended = {reason: ended.labels(name, outcome) for reason, outcome in OUTCOMES.items()}
 
-    def _make_histogram(self, quantity: str, bounds: tuple[float, ...]) -> Histogram:
-        meaning = f"{quantity.replace('_', ' ')}, in seconds"
-        return Histogram(f"vllm:{quantity}_seconds", meaning, [LABEL], registry=self.registry, buckets=bounds)
+
+def _list_lengths(most: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, 50, … up to `most`, as bucket bounds in tokens."""
+    return [bound for power in range(12) for each in (1, 2, 5) if (bound := each * 10**power) <= most]
 
 
 class Stopwatch:
-    """Timer of one request, started when it is created."""
+    """Timer of one request, started when it is created.
 
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
+    Args:
+      metrics: metrics to record in.
+      request: the request.
+    """
+
+    def __init__(self, metrics: Metrics, request: EngineRequest):
+        self._metrics, self._request = metrics, request
         self._begun = time.monotonic()
-        self._newest: float | None = None
+        self._first: float | None = None
+        self._newest = self._begun
+        self._count = 0
 
     def record(self, event: Event) -> None:
         """Record an event that arrives now.
@@ -85,15 +124,58 @@ class Stopwatch:
         """
         now = time.monotonic()
         if event.tokens:
-            if self._newest is None:
+            if self._first is None:
+                self._first = now
                 self._metrics.first_token.observe(now - self._begun)
             else:
                 for _ in event.tokens:
                     self._metrics.between_tokens.observe((now - self._newest) / len(event.tokens))
             self._newest = now
+            self._count += len(event.tokens)
         if event.finish_reason is not None:
-            self._metrics.whole_request.observe(now - self._begun)
             self._metrics.ended[event.finish_reason].inc()
+            self._record_end(now, event.queued)
+
+    def _record_end(self, now: float, queued: float) -> None:
+        """Record what is known at the end of a request; `queued` is the time until its prefill, 0 without."""
+        metrics, request = self._metrics, self._request
+        metrics.whole_request.observe(now - self._begun)
+        metrics.prompt_tokens.observe(len(request.prompt))
+        metrics.max_tokens.observe(request.max_tokens)
+        metrics.generation_tokens.observe(self._count)
+        metrics.most_generation_tokens.observe(self._count)
+        if self._first is None:
+            metrics.queue.observe(queued or now - self._begun)
+            return
+        prefill_began = self._begun + queued
+        metrics.queue.observe(queued)
+        metrics.prefill.observe(self._first - prefill_began)
+        metrics.decode.observe(self._newest - self._first)
+        metrics.inference.observe(self._newest - prefill_began)
+        if self._count > 1:
+            metrics.mean_between_tokens.observe((self._newest - self._first) / (self._count - 1))
+
+
+@dataclass(frozen=True)
+class OldName(Collector):
+    """Collector that repeats a histogram under the name that older dashboards read.
+
+    Attributes:
+      histogram: histogram under its present name.
+      name: old name.
+    """
+
+    histogram: Histogram
+    name: str
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram's family."""
+        for family in self.histogram.collect():
+            old = Metric(self.name, f"Old name of {family.name}", family.type)
+            for sample in family.samples:
+                suffix = sample.name.removeprefix(family.name)
+                old.samples.append(sample._replace(name=self.name + suffix))
+            yield old
 
 
 @dataclass(frozen=True)
@@ -110,6 +192,7 @@ class EngineCollector(Collector):
             "num_requests_running": ("Running requests", stats.running),
             "num_requests_waiting": ("Waiting requests", stats.waiting),
             "kv_cache_usage_perc": ("Share of the cache in use, from 0 to 1", stats.cache_usage),
+            "gpu_cache_usage_perc": ("Old name of vllm:kv_cache_usage_perc", stats.cache_usage),
         }
         counters = {
             "num_preemptions": ("Preempted requests", stats.preemptions),
