@@ -3,9 +3,10 @@
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.soak --model model
 
 One process serves. Clients ask over HTTP, more at once than may wait. Requests come from a pool, greedy or
-seeded, with three priorities. The truth is what `generate` gives to each alone, in float32. Some clients read
-a stream, some leave in the middle of a stream, some before the first token. Refused clients retry. At the end
-no request may be running, every client that stayed must have the right text, and all sequences must be free.
+seeded, with three priorities. Some ask for JSON of a schema or for a call of a tool, and some set penalties.
+The truth is what `generate` gives to each alone, in float32. Some clients read a stream, some leave in the
+middle of a stream, some before the first token. Refused clients retry. At the end no request may be running,
+every client that stayed must have the right answer, and all sequences must be free.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,32 @@ import tyro
 
 from benchmarks.common import RESULTS, write_result
 from zdc_jax import generate, load
+from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.generation.sampling import Sampling
+from zdc_jax.engine.request import Event
 from zdc_jax.loading import LanguageModel
 from zdc_jax.server.app import make_app
 from zdc_jax.server.http_settings import HttpSettings
+from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from zdc_jax.server.replies import ChatReply, CompletionReply, Reply
 from zdc_jax.server.run import Server
 
 WAYS = {"whole": 6, "stream": 2, "leaves": 1, "leaves at once": 1}
 """Behavior of clients, with weights."""
+LONGEST = 256
+"""Most tokens of a prompt and its answer."""
+TEMPLATE = """{% if tools %}Write <tool_call>. {{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.content }}
+{% endfor %}"""
+"""Chat template of the served model."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+"""Schema of JSON answers, and of the arguments of the tool."""
 SETTLING = 30.0
 """Seconds within which requests of clients that left must be gone."""
 
@@ -63,24 +81,68 @@ class Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """A body of /v1/completions, and its right text."""
+    """A body of a route, and the right answer to it."""
 
+    path: str
     body: dict[str, Any]
-    text: str
+    answer: str
 
 
-def pool_of(model: LanguageModel, options: Options) -> list[Asked]:
-    """Return prompts of 1 to 150 random tokens with 1 to 40 new tokens; a third is sampled."""
-    rng, pool = np.random.default_rng(options.seed), []
-    for index in range(options.pool):
-        prompt = rng.integers(3, model.config.vocab_size, rng.integers(1, 150)).tolist()
-        limit, drawn = int(rng.integers(1, 40)), index % 3 == 0
-        sampling = Sampling(0.8, top_p=0.9, seed=index) if drawn else Sampling()
-        text = generate(model, prompt, limit, sampling=sampling).completions[0].text
-        asked = {"prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
-        asked |= {"seed": index, "top_p": 0.9} if drawn else {}
-        pool.append(Asked(asked, text or ""))
-    return pool
+def make_pool(model: LanguageModel, options: Options) -> list[Asked]:
+    """Return prompts of 1 to 150 random tokens with 1 to 40 new tokens, and calls of a tool.
+
+    A third is sampled. A sixth each asks for JSON, for a call, and for penalties and biases.
+    """
+    rng = np.random.default_rng(options.seed)
+    return [_ask_alone(model, *_draw_body(model, rng, index)) for index in range(options.pool)]
+
+
+def _draw_body(model: LanguageModel, rng: np.random.Generator, index: int) -> tuple[str, dict[str, Any]]:
+    prompt = rng.integers(3, model.config.vocab_size, rng.integers(1, 150)).tolist()
+    body: dict[str, Any] = {"max_tokens": int(rng.integers(1, 40)), "temperature": 0}
+    if index % 3 == 0:
+        body |= {"temperature": 0.8, "top_p": 0.9, "seed": index}
+    if index % 6 == 1:
+        body |= {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {str(prompt[0]): 5}}
+    if index % 6 == 2:
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+        body |= {"max_tokens": 60, "response_format": form}
+    if index % 6 != 4:
+        return "/v1/completions", body | {"prompt": prompt}
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    message = {"role": "user", "content": f"Person {index}?"}
+    calls = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80}
+    return "/v1/chat/completions", body | calls | {"messages": [message]}
+
+
+def _ask_alone(model: LanguageModel, path: str, body: dict[str, Any]) -> Asked:
+    """Return a body with the answer of `generate`."""
+    reply_of: type[Reply]
+    parsed: GenerationRequest
+    if "messages" in body:
+        parsed, reply_of = ChatRequest.model_validate(body), ChatReply
+    else:
+        parsed, reply_of = CompletionRequest.model_validate(body), CompletionReply
+    (request,) = parsed.engine_requests(model, LONGEST)
+    found = generate(
+        model,
+        list(request.prompt),
+        request.max_tokens,
+        sampling=request.sampling,
+        stop_tokens=resolve_stop_ids(model, request),
+        new_text=request.new_text,
+    ).completions[0]
+    reply = reply_of("soak", model, parsed, [request])
+    reply.add(0, Event(found.tokens, text=found.text, finish_reason=found.finish_reason))
+    return Asked(path, body, read_choice(reply.whole()["choices"][0]))
+
+
+def read_choice(choice: dict[str, Any]) -> str:
+    """Return the text of a whole or streamed choice, and the arguments of its calls."""
+    message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+    calls = (call["function"] for call in message.get("tool_calls") or [])
+    names = "".join((call.get("name") or "") + call["arguments"] for call in calls)
+    return (message.get("content") or "") + names
 
 
 class Client:
@@ -97,24 +159,24 @@ class Client:
             asked = self.random.choice(self.pool)
             (way,) = self.random.choices(list(WAYS), list(WAYS.values()))
             body = asked.body | {"priority": self.random.randrange(3), "stream": way != "whole"}
-            while (outcome := await self._ask(body, way, asked.text)) == "refused":
+            while (outcome := await self._ask(asked.path, body, way, asked.answer)) == "refused":
                 self.seen["refused"] += 1
                 await asyncio.sleep(0.02)
             self.seen[outcome] += 1
 
-    async def _ask(self, body: dict[str, Any], way: str, text: str) -> str:
+    async def _ask(self, path: str, body: dict[str, Any], way: str, answer: str) -> str:
         if way == "whole":
-            reply = await self.http.post("/v1/completions", json=body)
-            return self._outcome(reply.status_code, reply, text)
-        async with self.http.stream("POST", "/v1/completions", json=body) as reply:
+            reply = await self.http.post(path, json=body)
+            return self._outcome(reply.status_code, reply, answer)
+        async with self.http.stream("POST", path, json=body) as reply:
             if reply.status_code != 200 or way == "leaves at once":
                 return self._outcome(reply.status_code, None, None)
             lines = [line async for line in self._lines(reply, until=1 if way == "leaves" else None)]
         if way == "leaves":
             return "left"
         chunks = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
-        received = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        return "right" if lines[-1] == "[DONE]" and received == text else "wrong"
+        received = "".join(read_choice(chunk["choices"][0]) for chunk in chunks)
+        return "right" if lines[-1] == "[DONE]" and received == answer else "wrong"
 
     async def _lines(self, reply: httpx.Response, until: int | None) -> Any:
         count = 0
@@ -125,14 +187,14 @@ class Client:
             if count == until:
                 return
 
-    def _outcome(self, status: int, reply: httpx.Response | None, text: str | None) -> str:
+    def _outcome(self, status: int, reply: httpx.Response | None, answer: str | None) -> str:
         if status == 429:
             return "refused"
         if status != 200:
             return "unanswered"
         if reply is None:
             return "left"
-        return "right" if reply.json()["choices"][0]["text"] == text else "wrong"
+        return "right" if read_choice(reply.json()["choices"][0]) == answer else "wrong"
 
 
 async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str]:
@@ -147,10 +209,10 @@ async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str
 
 def main(options: Options) -> None:
     """Write one JSON file; exit with status 1 if an answer was wrong or missing, or a request is left."""
-    model = load(options.model, dtype="float32")
-    pool = pool_of(model, options)
+    model = replace(load(options.model, dtype="float32"), chat_template=ChatTemplate(TEMPLATE))
+    pool = make_pool(model, options)
     config = EngineConfig(
-        options.rows, 256, options.cache_tokens, page=16, chunk=64, max_waiting=options.waiting
+        options.rows, LONGEST, options.cache_tokens, page=16, chunk=64, max_waiting=options.waiting
     )
     engine = Engine(model, config)
     settings = HttpSettings(port=0, access_log=False)
