@@ -181,7 +181,7 @@ class Client:
     async def _lines(self, reply: httpx.Response, until: int | None) -> Any:
         count = 0
         async for line in reply.aiter_lines():
-            if line:
+            if line and not line.startswith(":"):  # Comments keep the connection open.
                 yield line.removeprefix("data: ")
                 count += 1
             if count == until:
