@@ -5,7 +5,8 @@
 Prompts are excerpts of texts. Greedy answers come from an engine, all requests at once, and from `generate`,
 one by one. Up to the first difference both have the same text; `a_token` is the rate of a difference per
 token. `gap` is how much likelier, in natural logarithms, the engine found its own token there: the median and
-the largest. `generate_together` is the same comparison for `generate` with all prompts in one batch.
+the largest. `generate_together` is the same comparison for `generate` with all prompts in one batch, and
+`after_hits` for a second round of the engine, whose prompts begin in its prefix cache.
 """
 
 import threading
@@ -35,6 +36,7 @@ class Options:
       tokens: tokens of each answer.
       shortest: least tokens of a prompt.
       longest: most tokens of a prompt.
+      reproducible: compute every token with the same arithmetic (`zdc_jax.load`).
     """
 
     model: Path
@@ -46,6 +48,7 @@ class Options:
     shortest: int = 32
     longest: int = 400
     rows: int = 8
+    reproducible: bool = False
     seed: int = 0
     name: str = "serving-first-differences"
     results: Path = RESULTS
@@ -90,17 +93,20 @@ def prompts_of(model: LanguageModel, options: Options) -> list[tuple[int, ...]]:
     return prompts
 
 
-def of_engine(model: LanguageModel, prompts: list[tuple[int, ...]], options: Options) -> list[Answer]:
-    """Return the answers of an engine to all prompts at once."""
-    config = EngineConfig(options.rows, options.longest + options.tokens, chunk=256, reuse=False)
-    answers = [Answer() for _ in prompts]
+def ask_engine(
+    model: LanguageModel, prompts: list[tuple[int, ...]], options: Options
+) -> tuple[list[Answer], list[Answer]]:
+    """Return the answers of an engine to all prompts at once, twice."""
+    config = EngineConfig(options.rows, options.longest + options.tokens, chunk=256)
+    rounds = [Answer() for _ in prompts], [Answer() for _ in prompts]
     with Engine(model, config) as engine:
-        for prompt, answer in zip(prompts, answers, strict=True):
-            ask = partial(EngineRequest, ignore_eos=True, logprobs=MAX_LOGPROBS)
-            engine.submit(ask(prompt, options.tokens), answer.take)
-        for answer in answers:
-            answer.ended.wait()
-    return answers
+        for answers in rounds:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                ask = partial(EngineRequest, ignore_eos=True, logprobs=MAX_LOGPROBS)
+                engine.submit(ask(prompt, options.tokens), answer.take)
+            for answer in answers:
+                answer.ended.wait()
+    return rounds
 
 
 def first_differences(
@@ -119,7 +125,7 @@ def first_differences(
 def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
     """Return the comparison of all answers."""
     prompts = prompts_of(model, options)
-    answers = of_engine(model, prompts, options)
+    answers, again = ask_engine(model, prompts, options)
     lists = [list(prompt) for prompt in prompts]
 
     def ask(prompts):
@@ -130,21 +136,24 @@ def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
     pairs = zip(answers, places, alone, strict=True)
     gaps = [answer.gap(place, tokens[place]) for answer, place, tokens in pairs if place is not None]
     _, together = first_differences([each.tokens for each in ask(lists)], alone)
+    _, after_hits = first_differences([[each.token for each in one.tokens] for one in again], alone)
     return rates | {
         "answers": len(prompts),
         "gap": {"median": float(np.median(gaps)), "largest": max(gaps)} if gaps else None,
         "generate_together": together,
+        "after_hits": after_hits,
         "commit": commit(),
     }
 
 
 def main(options: Options) -> None:
     """Write one JSON file."""
-    model = load(options.model, options.plan, dtype=options.dtype)
+    model = load(options.model, options.plan, dtype=options.dtype, reproducible=options.reproducible)
     results = measured(model, options)
     print(results)
     settings = {"model": options.model.name, "plan": options.plan and options.plan.stem}
     settings |= {"dtype": options.dtype, "tokens": options.tokens, "rows": options.rows}
+    settings |= {"reproducible": options.reproducible}
     print(write_result(options.name, settings, results, options.results))
 
 

@@ -78,10 +78,10 @@ class TokenBytes:
         return bytes(_BYTE_OF_LETTER[letter] for letter in name)
 
     def _read_sentencepiece(self, token: int, first: bool) -> bytes:
-        text, strips = self._tokenizer.id_to_token(token) or "", 0
+        text, strips, is_byte = self._tokenizer.id_to_token(token) or "", 0, False
         for step in self._steps:
             if step["type"] == "ByteFallback" and (byte := _BYTE.fullmatch(text)):
-                return bytes([int(byte[1], 16)])
+                text, is_byte = chr(int(byte[1], 16)), True
             if step["type"] == "Replace":
                 text = text.replace(step["pattern"]["String"], step["content"])
             elif step["type"] == "Metaspace":
@@ -89,7 +89,7 @@ class TokenBytes:
             elif step["type"] == "Strip":
                 strips = step["start"]
         spaces = len(text) - len(text.lstrip(" "))
-        return text[min(spaces, strips) if first else 0 :].encode()
+        return text[min(spaces, strips) if first else 0 :].encode("latin-1" if is_byte else "utf-8")
 
     def _read_in_context(self, token: int, first: bool) -> bytes:
         """Decode a token after itself, since decoders of words treat the first token differently."""
