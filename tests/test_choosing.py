@@ -115,7 +115,7 @@ def test_queries_read_what_loops_choose(spec, pieces):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
     # Tokens that are not chosen may be NaN.
     q, k, v = tokens(1)

@@ -169,7 +169,7 @@ def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
 
 
 @pytest.mark.parametrize("name", ["near tokens, too", "whole"])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
     # The ring wraps: a block of its slots holds tokens of two blocks of positions.
     found, _ = run(SPECS[name], None, shifted=True)

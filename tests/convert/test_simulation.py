@@ -42,25 +42,30 @@ def draw_documents() -> list[TaskDocument]:
     return [TaskDocument(tokens(96), {"recall": (Question(tokens(8), np.arange(8) >= 4),)}) for _ in range(2)]
 
 
-def test_a_simulated_plan_is_the_real_one(folder):
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda keys, values: [build_layer(keys[0], values[0]), LayerRanks(0, 0)],
+        lambda keys, values: [build_layer(keys[1], values[1]), build_layer(keys[0], values[0])],
+    ],
+    ids=["a layer dropped", "two kinds"],
+)
+@pytest.mark.matrix
+def test_a_simulated_plan_is_the_real_one(folder, layers):
     # Windows and questions agree to float32, whatever the bits, and also where far tokens are dropped.
     options = {"windows": draw_windows(), "documents": draw_documents()}
     real = TrialBook(folder, **options)
     keys, values = (Precision(64, 2, 16, 4), Precision(80, 6)), (Precision(80, 3), Precision(80, 8))
     simulation = Simulation(real.checkpoint, real.basis, "float32", keys, values)
     simulated = TrialBook(folder, **options, simulation=simulation)
-    for layers in (
-        [build_layer(keys[1], values[0]), build_layer(keys[0], values[0])],
-        [build_layer(keys[0], values[1]), LayerRanks(0, 0)],
-    ):
-        plan = real.bind(coded_plan(real.config, layers, 32))
-        assert simulation.supports(plan)
-        one, other = simulated.measure(plan), real.measure(plan)
-        assert one.increase == pytest.approx(other.increase, abs=2e-6)
-        assert one.kl == pytest.approx(other.kl, abs=2e-6)
-        assert one.kl > 1e-4
-        recalled = simulated._measure(plan).logs["recall"], real._measure(plan).logs["recall"]
-        np.testing.assert_allclose(*recalled, atol=2e-5)
+    plan = real.bind(coded_plan(real.config, layers(keys, values), 32))
+    assert simulation.supports(plan)
+    one, other = simulated.measure(plan), real.measure(plan)
+    assert one.increase == pytest.approx(other.increase, abs=2e-6)
+    assert one.kl == pytest.approx(other.kl, abs=2e-6)
+    assert one.kl > 1e-4
+    recalled = simulated._measure(plan).logs["recall"], real._measure(plan).logs["recall"]
+    np.testing.assert_allclose(*recalled, atol=2e-5)
 
 
 def test_all_plans_share_one_program(folder):
@@ -73,6 +78,7 @@ def test_all_plans_share_one_program(folder):
     assert len({*compiled}) == 1
 
 
+@pytest.mark.full
 def test_other_plans_have_real_arrays(folder):
     books = CodedBooks.open(folder, draw_windows(), [], dtype=None, batch=1, journal=None)
     book = books.simulated

@@ -133,7 +133,7 @@ def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
 
 
 @pytest.mark.parametrize("near", NEAR)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_pieces_and_decoded_tokens_equal_masked_ones(tiny_llama: TinyModel, near):
     # A ragged batch comes in two chunks, then token by token over the end of a block.
     plan = class_plan(tiny_llama, **near)

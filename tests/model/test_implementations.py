@@ -81,7 +81,7 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
         *((OPT, "window"), (OPT, "truncated"), (GEMMA, "window"), (MISTRAL, "full")),
     ],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
     # Whole sequences, consecutive prompt chunks, and one token: every layer chooses the kernels.
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
