@@ -11,6 +11,7 @@ from fake_engine import FakeEngine
 from tool_engine import ADD, CALLS, HERMES_REPLY, MISTRAL_REPLY, NOW, json_tokenizer, sdk, tool_engine
 
 from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.generation.grammar import Grammar
 
 QUESTION = [{"role": "user", "content": "1 + 2?"}]
 REPLIES = {"hermes": (HERMES, HERMES_REPLY), "mistral": (MISTRAL, MISTRAL_REPLY)}
@@ -145,3 +146,17 @@ def test_a_grammar_binds_a_reply_that_must_be_a_call(choice, names):
     source = "" if grammar is None else grammar.source
     assert set(re.findall(r'"const": "(\w+)"', source)) == names
     assert (r"</tool_call>" in source) == bool(names)
+
+
+def test_a_schema_binds_chats_and_responses():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    engine = tool_engine('{"a": 1}', HERMES)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    asked: Any = {"messages": QUESTION, "model": "tiny"}
+    (choice,) = sdk(engine).chat.completions.create(**asked, response_format=form).choices
+    assert json.loads(choice.message.content) == {"a": 1}
+    flat: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    response = sdk(engine).responses.create(model="tiny", input="1?", text=flat)
+    assert json.loads(response.output_text) == {"a": 1}
+    assert response.text.format.schema_ == schema
+    assert [request.sampling.grammar for request in engine.submitted] == [Grammar.json(schema)] * 2
