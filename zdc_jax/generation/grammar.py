@@ -29,8 +29,8 @@ CACHED_GRAMMARS = 128
 START_SECONDS = 60
 """Seconds that the process which tries grammars may take to start."""
 END = "<|end of grammar|>"
-TRY_SECONDS = 0.9
-"""Seconds after which a grammar counts as too complex."""
+TRY_SECONDS = 10
+"""Seconds after which a grammar counts as too complex on a busy host; else its process ends sooner."""
 
 
 @dataclass(frozen=True)
