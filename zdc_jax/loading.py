@@ -133,7 +133,8 @@ def load(
         quarter of these bytes. Both round q and o, and also the keys and values in the cache of the prompt.
         Quantized caches exchange keys and values in their own format, and use the payload for q and o only.
       reproducible: compute every token with the same arithmetic, whatever else a program computes. Results
-        then do not depend on chunk widths, cached prefixes or other sequences (`zdc_jax.model.tiles`). Slow.
+        then do not depend on chunk widths, cached prefixes or other sequences (`zdc_jax.model.tiles`), but on
+        the capacity of the cache. Slow.
 
     Raises:
       CheckpointError: the folder or its chat template is unreadable, `dtype` is unknown or too narrow for the
