@@ -205,7 +205,7 @@ def test_decoding_on_the_device_s_kernels_is_decoding_on_xla(caplog, name):
 
 @pytest.mark.parametrize("name", ["near tokens, too", "chosen, near tokens, too"])
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.matrix("False-near tokens, too")
+@pytest.mark.full
 def test_a_token_that_one_kernel_turns_codes_and_puts(plain, caplog, name, in_pages):
     check(SPECS[name], caplog, unturned=True, in_pages=in_pages)
 

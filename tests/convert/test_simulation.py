@@ -68,6 +68,7 @@ def test_a_simulated_plan_is_the_real_one(folder, layers):
     np.testing.assert_allclose(*recalled, atol=2e-5)
 
 
+@pytest.mark.full
 def test_all_plans_share_one_program(folder):
     books = CodedBooks.open(folder, draw_windows(), [], dtype=None, batch=1, journal=None)
     keys, values = coded_levels(books.simulated.config.head_dim)

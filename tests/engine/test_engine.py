@@ -485,6 +485,7 @@ def test_a_prefix_is_shared_by_requests_at_once(engine, model):
     assert listeners[-1].events[0].cached_tokens == 48, "two equal prefixes lead to a snapshot"
 
 
+@pytest.mark.full
 def test_requests_make_room_for_one_another_where_pages_run_out(model):
     # Pages suffice for one and a half requests, and all requests grow.
     config = replace(CONFIG, cache_tokens=240, reuse=False)
@@ -596,6 +597,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatc
     assert other.tokens() == alone(model, request)
 
 
+@pytest.mark.full
 def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32, max_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)

@@ -52,7 +52,7 @@ def with_known_answers(task: RulerTask, network) -> RulerTask:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_plan_in_16_bits_retains_everything(tiny: TinyModel, protocol):
     (material,) = materials()
     known = {name: with_known_answers(task, tiny.dense) for name, task in material.ruler.items()}

@@ -154,6 +154,7 @@ def random_calls(rng):
     }
 
 
+@pytest.mark.full
 def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
     # A kernel's own ValueError would mean that its refusal was checked with other arguments.
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
