@@ -163,7 +163,7 @@ def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False)
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
 

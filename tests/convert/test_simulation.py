@@ -50,7 +50,7 @@ def draw_documents() -> list[TaskDocument]:
     ],
     ids=["a layer dropped", "two kinds"],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_simulated_plan_is_the_real_one(folder, layers):
     # Windows and questions agree to float32, whatever the bits, and also where far tokens are dropped.
     options = {"windows": draw_windows(), "documents": draw_documents()}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import LLAMA, TinyModel
 
 from zdc_jax import methods
@@ -26,6 +27,7 @@ def extend_in(network: Transformer, tokens: np.ndarray, widths: list[int]) -> np
     return np.concatenate(parts)
 
 
+@pytest.mark.full
 def test_logits_do_not_depend_on_chunks_or_other_sequences():
     tiny = TinyModel(CONFIG)
     settings = methods.settings_from_json("coded", {"bits_k": 3, "bits_v": 3, "bits_near": 8})
