@@ -33,10 +33,10 @@ def _run(arguments: list[str]) -> int:
         print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
         return 2
     from convert.cli.main import main
-    from convert.cli.programs import FLAG, find_folder, keep_programs
+    from convert.cli.programs import FLAG, keep_programs
 
     if arguments[:1] == [FLAG]:
         arguments = arguments[1:]
     elif arguments and not arguments[0].startswith("-"):  # Help compiles nothing.
-        keep_programs(find_folder())
+        keep_programs()
     return main(arguments)

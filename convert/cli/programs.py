@@ -18,7 +18,7 @@ def find_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zdc-jax" / "programs"
 
 
-def keep_programs(folder: Path) -> None:
+def keep_programs() -> None:
     """Store programs that JAX compiles, and load those that an earlier process stored.
 
     Several processes may share the folder. If it cannot be written, or its disk is nearly full, nothing is
@@ -27,10 +27,11 @@ def keep_programs(folder: Path) -> None:
     if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & os.environ.keys():
         return
     try:
+        folder = find_folder()
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # Who writes here runs code in this process.
         free = shutil.disk_usage(folder).free
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # A user without a home folder is a `RuntimeError`.
         print(f"compiled programs are not kept: {error}", file=sys.stderr)
         return
     if free < LEAST_FREE_BYTES:

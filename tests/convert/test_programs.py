@@ -37,7 +37,7 @@ def compute() -> float:
 
 
 def test_programs_are_stored_and_a_damaged_one_is_compiled_again(folder, capsys):
-    programs.keep_programs(folder)
+    programs.keep_programs()
     assert str(folder) in capsys.readouterr().err
     assert compute() == 21 * 3.25 + 7 * 1.5
     stored = {path: path.read_bytes() for path in folder.glob("*-cache")}
@@ -48,22 +48,30 @@ def test_programs_are_stored_and_a_damaged_one_is_compiled_again(folder, capsys)
         path.write_bytes(value[: len(value) // 2])
     with pytest.warns(UserWarning, match="persistent compilation cache"):
         assert compute() == 78.75
-    programs.keep_programs(folder)
+    programs.keep_programs()
     assert capsys.readouterr().err == ""  # The folder is named once.
+
+
+def fail() -> None:
+    raise RuntimeError("no home")
 
 
 def test_nothing_is_kept_on_a_full_disk_or_against_the_users_will(folder, monkeypatch, capsys):
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: usage(100, 99, 1))
-        programs.keep_programs(folder)
+        programs.keep_programs()
     assert "has 1 bytes left" in capsys.readouterr().err
     folder.rmdir()
     folder.write_text("a file")
-    programs.keep_programs(folder)
+    programs.keep_programs()
     assert "compiled programs are not kept: " in capsys.readouterr().err
+    with monkeypatch.context() as homeless:
+        homeless.setattr(programs, "find_folder", fail)
+        programs.keep_programs()
+    assert "compiled programs are not kept: no home" in capsys.readouterr().err
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-    programs.keep_programs(folder)
+    programs.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
 
 

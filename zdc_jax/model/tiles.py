@@ -94,7 +94,7 @@ def attend_one_by_one(
       call: options, with the table of all sequences.
 
     Returns:
-      The cache and the output [B, T, N, Z]. The log-sum-exp is that of single tokens, [B * T, 1, N, 1].
+      The results of `LayerCacheSpec.attend` for all tokens.
     """
     arrays, rebuild = split_tokens(q, k, v)
 
@@ -113,4 +113,5 @@ def attend_one_by_one(
 
     tokens = ([*map(flatten, arrays)], flatten(rows), flatten(positions), flatten(end), aux)
     state, (o, lse, aux) = jax.lax.scan(add, state, tokens)
+    lse = lse.reshape(*q.shape[:2], -1).swapaxes(1, 2)
     return Attended(state, o.reshape(*q.shape[:2], *o.shape[3:]), lse, aux)
