@@ -9,7 +9,6 @@ is the time of their kernels, and `parts` the time by operation, longest first. 
 """
 
 import re
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.profiler import ProfileData
 
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
+from benchmarks.traces import trace_kernels
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.runner import MAX_CHUNKS, ChunkInputs, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
@@ -122,36 +121,18 @@ def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
     began = time.perf_counter()
     jax.block_until_ready([step() for _ in range(count)])
     seconds = time.perf_counter() - began
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([step() for _ in range(count)])
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        times, counts = kernels(path)
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for kernel in trace_kernels(lambda: [step() for _ in range(count)]):
+        part = f"{SCOPE.sub('', kernel.operation)} {kernel.name}".strip()
+        times[part] += kernel.duration
+        counts[part] += 1
     longest = [
         {"part": name, "ms": 1e-6 * spent / count, "kernels": counts[name] / count}
         for name, spent in times.most_common(MOST_PARTS)
     ]
     busy = {"busy_ms": 1e-6 * times.total() / count, "kernels": counts.total() / count}
     return {"ms": 1e3 * seconds / count, **busy, "parts": longest}
-
-
-def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
-    """Return nanoseconds and number of the kernels in a profile, by operation."""
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for plane in ProfileData.from_file(str(path)).planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                stats = dict(event.stats)
-                scope = SCOPE.sub("", str(stats.get("tf_op", stats.get("name", ""))))
-                part = f"{scope.removesuffix(':')} {re.sub(r'[._]?[0-9]+', '', event.name)}".strip()
-                times[part] += event.duration_ns
-                counts[part] += 1
-    return times, counts
 
 
 def main(options: Options) -> None:
