@@ -34,7 +34,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, check_scale, tile_width, tiled
+from kernels_pallas.common import check_scale, tile_width, tiled
 from kernels_pallas.prefill_consumer import attend
 from kernels_pallas.prefill_inputs import (
     GAIN_BLOCK,
@@ -212,8 +212,8 @@ def prefill_attention(
     operands += [] if lists is None else list(lists)
     operands += [] if block_table is None else [block_table]
     if block_scores is not None:
-        rows = g.tiles * config.warpgroups * ROWS
-        padded = jnp.pad(block_scores * LOG2_E, ((0, 0), (0, rows - T), (0, 0), (0, 0)))
+        # Copied only if the last 64 queries are incomplete: the transposition undoes that of `score_blocks`.
+        padded = jnp.pad(block_scores, ((0, 0), (0, -T % ROWS), (0, 0), (0, 0)))
         operands.append(padded.transpose(0, 2, 3, 1))
     o, lse = _launch(g, config, operands)
     return o[:, :T], lse[..., :T]

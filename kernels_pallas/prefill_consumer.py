@@ -225,26 +225,27 @@ class Consumer(NamedTuple):
     def with_gains(self, scores: Array, first_key: Array) -> Array:
         """Return products [ROWS, width] of keys from position `first_key` on with the gains of their blocks.
 
-        Gains are in base 2, and so is the result. Without gains the products are unchanged.
+        The result is in base 2. Without gains the products are unchanged.
         """
         if self.gains is None:
             return scores
-        b, head, rows = self.item.b, self.item.head, self._rows()
+        b, head, rows = self.item.b, self.item.head, self._rows_of_gains()
         block, last = lax.div(first_key, jnp.int32(GAIN_BLOCK)), jnp.int32(self.gains.shape[2] - 1)
         parts = []
         for i in range(scores.shape[1] // GAIN_BLOCK):
             source = self.gains.at[b, head, jnp.minimum(block + i, last), rows]
             part = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            parts.append(lax.broadcast_in_dim(part, scores.shape, [0]))
+            parts.append(lax.broadcast_in_dim(part * LOG2_E, scores.shape, [0]))
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
         gains = parts[0]
         for i, part in enumerate(parts[1:], 1):
             gains = jnp.where(column < i * GAIN_BLOCK, gains, part)
         return scores * (self.g.scale * LOG2_E) + gains
 
-    def _rows(self) -> Any:
-        """Return the rows of this warpgroup's queries."""
-        return pl.ds(pl.multiple_of(self.item.row + self.wg * ROWS, 8), ROWS)
+    def _rows_of_gains(self) -> Any:
+        """Return the rows of this warpgroup's queries, or the last rows if it has no queries."""
+        first = jnp.minimum(self.item.row + self.wg * ROWS, self.gains.shape[3] - ROWS)
+        return pl.ds(pl.multiple_of(first, 8), ROWS)
 
     def _first_key(self, step: Array) -> Array:
         """Return the position of the first key of an unmasked block."""

@@ -21,9 +21,10 @@ from benchmarks.kernels.bench_coded import SCALE_BYTES
 from benchmarks.model.transferred_plans import transferred
 from zdc_jax.cache.kv_cache import KVCache, cache_bytes
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.generation.chunks import SMALLEST_BUCKET
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, Network, decode
+from zdc_jax.generation.steps import DecodeState, Flat, Network, decode
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree

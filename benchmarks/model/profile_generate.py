@@ -22,7 +22,7 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.model.bench_generate import draw_prompts
 from benchmarks.traces import Kernel, busy_ns, trace_kernels
 from zdc_jax.generation.api import generate
-from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.generation.chunks import PREFILL_CHUNK
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.presets import resolve_plan
 

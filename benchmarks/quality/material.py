@@ -24,7 +24,7 @@ from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.sheets import TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.evaluation.text import read_documents, token_windows
-from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.generation.chunks import PREFILL_CHUNK
 from zdc_jax.model.transformer import Transformer
 
 CONTINUATION = 512

@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.replay import ENOUGH, Arrival, Served, arrivals
 from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
-from zdc_jax.generation.steps import bucket
+from zdc_jax.generation.chunks import bucket
 
 PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
 

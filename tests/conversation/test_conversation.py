@@ -18,6 +18,7 @@ from zdc_jax.conversation.prompt import chat_stop_tokens
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
 from zdc_jax.generation import run, steps
+from zdc_jax.generation.chunks import bucket
 from zdc_jax.loading import TextSide
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
@@ -137,7 +138,7 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     kept = [0, *(len(prompt) + 8 for prompt in seen.prompts[:-1])] if keeps_cache(model) else [0, 0, 0]
     assert seen.held == kept
     new = [len(prompt) - held for prompt, held in zip(seen.prompts, kept, strict=True)]
-    assert seen.widths == [[steps.bucket(count)] for count in new]
+    assert seen.widths == [[bucket(count)] for count in new]
     assert keeps_cache(model) == (model.plan.classes is None)
 
 

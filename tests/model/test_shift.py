@@ -10,13 +10,23 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from convert.calibration.calibrate import collect_moments, estimate_shift
+from kernels_pallas import score_blocks
 from zdc_jax import methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.fold import mean_of_bias, prepared_layer, prepared_layers
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.rotary import layer_frequencies, rotate
-from zdc_jax.ops.shift import BLOCK, ShiftedQueries, damping, mean_keys, of_slots, without_mean
+from zdc_jax.ops.shift import (
+    BLOCK,
+    CENTER,
+    ShiftedQueries,
+    _turns_between_blocks,
+    damping,
+    mean_keys,
+    of_slots,
+    without_mean,
+)
 from zdc_jax.plan import CompressionPlan
 
 FREQUENCIES = 1e6 ** -(np.arange(64) / 64)
@@ -241,3 +251,45 @@ def test_a_plan_file_names_shifted_layers(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert CompressionPlan.load(tmp_path / "plan.json") == plan
     assert (tmp_path / "plan.json").read_text().count('"shift": true') == 2
+
+
+@pytest.mark.parametrize("T", [1, 5, 130])
+@pytest.mark.parametrize("H", [128, 96])
+def test_the_kernel_scores_blocks_as_xla_does(H, T):
+    rng, starts, blocks = np.random.default_rng(T), np.array([63, 4096]), 70
+    frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))
+    mean = jnp.float32(rng.normal(size=(2, H)) * 20)
+    q = jnp.float32(rng.normal(size=(2, T, 4, H)))
+    positions = jnp.int32(starts[:, None] + np.arange(T))
+    shift = ShiftedQueries.of(q, positions, mean, frequencies)
+    want = np.asarray(shift.block_scores(blocks * BLOCK, 0.1))
+    turns = _turns_between_blocks(frequencies, blocks)
+    scores = score_blocks(shift.products, turns, jnp.int32(starts), scale=0.1, interpret=True)
+    found = np.asarray(scores.transpose(0, 3, 1, 2))
+    seen = np.arange(blocks) <= np.asarray(positions)[..., None] // BLOCK
+    seen = np.broadcast_to(seen[:, :, None], want.shape)
+    np.testing.assert_allclose(found[seen], want[seen], atol=1e-3)
+    assert np.ptp(want[seen]) > 10
+    assert T > 1 or not found[~seen].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2048])
+@pytest.mark.parametrize("start", [0, 100, 131072 - 4096])
+def test_the_kernel_scores_blocks_on_the_device(start, T):
+    rng, blocks = np.random.default_rng(T), (start + T) // BLOCK + 2
+    mean = qwen_like_mean(rng)
+    q = rng.normal(size=(1, T, 4, 128)) * 3
+    positions = jnp.int32(start + np.arange(T)[None])
+    shift = ShiftedQueries.of(jnp.float32(q), positions, jnp.float32(mean), FREQUENCIES)
+    found = np.asarray(shift.block_scores(blocks * BLOCK, 128**-0.5, on_kernel=True))
+    # Float64 scores of single keys at the centers of blocks.
+    centers = np.arange(blocks) * BLOCK + CENTER
+    angles = (np.asarray(positions)[0][:, None, None] - centers[:, None]) * FREQUENCIES
+    z = (q[..., :64] - 1j * q[..., 64:]) * np.repeat(mean[:, :64] + 1j * mean[:, 64:], 2, 0)
+    want = np.einsum("tnh,tbh->tnb", z[0], np.exp(-1j * angles)).real / 128**0.5
+    own = np.asarray(positions)[0] // BLOCK
+    want -= np.take_along_axis(want, np.broadcast_to(own[:, None, None], (T, 4, 1)), -1)
+    seen = np.broadcast_to((np.arange(blocks) <= own[:, None])[:, None], want.shape)
+    assert np.abs(found[0] - want)[seen].max() < 0.01
+    assert np.ptp(want[seen]) > 1 or start < 1000

@@ -73,7 +73,8 @@ def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
     """
     if k.shift is None:
         return k, call
-    return k._replace(shift=None), replace(call, block_scores=k.block_scores(slots, call.scale))
+    scores = k.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
+    return k._replace(shift=None), replace(call, block_scores=scores)
 
 
 class Attended(NamedTuple):

@@ -27,7 +27,6 @@ from zdc_jax.generation.request import (
 from zdc_jax.generation.results import Generation
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
@@ -42,7 +41,7 @@ def chat(
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] | int | None = None,
     stop: Sequence[str] | str = (),
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
     implementation: Implementation | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> "Conversation":
@@ -55,7 +54,7 @@ def chat(
       sampling: sampling parameters; default greedy.
       stop_tokens: id or ids that end a reply; default those of `chat_stop_tokens`.
       stop: string or strings that end a reply.
-      prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32.
+      prefill_chunk: most prompt tokens of one prefill call, as in `generate`.
       implementation: attention implementation, as in `generate`.
       template_options: further variables of the chat template, see `ChatTemplate.render`.
 

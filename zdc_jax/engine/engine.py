@@ -20,10 +20,11 @@ from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, Frontier, SampledTokens, bucket
+from zdc_jax.generation.steps import Frontier, SampledTokens
 from zdc_jax.loading import LanguageModel
 
 logger = logging.getLogger("zdc_jax")

@@ -31,11 +31,13 @@ from zdc_jax.engine.compiling import Lowering, compile_all
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
+from zdc_jax.generation.chunks import bucket
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
+    SEPARATE_PRODUCTS,
     DecodeState,
     Flat,
     Frontier,
@@ -43,7 +45,6 @@ from zdc_jax.generation.steps import (
     SampledTokens,
     advance,
     advance_with,
-    bucket,
     decode_steps,
     take_last,
 )
@@ -74,11 +75,7 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 By default XLA puts kernels into CUDA graphs, and appears to rebuild a graph, kernel by kernel, whenever an
 array has moved. That costs more than it saves in prefill, and in decoding of quantized caches.
 """
-PREFILL_OPTIONS = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
-"""XLA options for prefill.
-
-XLA would merge the q and k projections into one product, and copy their weights together for every chunk.
-"""
+PREFILL_OPTIONS = NO_GRAPHS | SEPARATE_PRODUCTS
 
 
 @dataclass(frozen=True)

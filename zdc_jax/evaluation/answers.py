@@ -14,7 +14,8 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.generation.steps import PREFILL_CHUNK, bucket, take_last
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
+from zdc_jax.generation.steps import take_last
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 Protocol = Literal["cached", "exact"]

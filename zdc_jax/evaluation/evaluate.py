@@ -41,7 +41,7 @@ from zdc_jax.evaluation.ruler.score import RulerScore, compare_scores
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import Document, token_windows
-from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.generation.chunks import PREFILL_CHUNK
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 

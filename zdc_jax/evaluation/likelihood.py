@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError, PromptError
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, padded
 from zdc_jax.generation.request import capacity_for, check_chunk, encode, warn_beyond_calibration
 from zdc_jax.generation.sampling import is_whole
-from zdc_jax.generation.steps import PREFILL_CHUNK, bucket, padded
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 

@@ -9,7 +9,6 @@ from zdc_jax.generation.results import Generation as Generation
 from zdc_jax.generation.results import Timings as Timings
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 
@@ -29,7 +28,7 @@ def generate(
     stop_tokens: Sequence[int] | int | None = None,
     stop: Sequence[str] | str = (),
     new_text: bool = False,
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
     implementation: Implementation | None = None,
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens.
@@ -50,7 +49,8 @@ def generate(
         string is dropped.
       new_text: whether completions are texts of their own, as replies in a chat. By default their text
         continues the prompt; with SentencePiece it may begin with a space.
-      prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32.
+      prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32; default as many as free
+        memory allows (`zdc_jax.generation.chunks`).
       implementation: attention implementation, `pallas` or `xla`; default the first that supports the call
         (`zdc_jax.ops.attention`).
 
@@ -82,7 +82,7 @@ def stream(
     stop_tokens: Sequence[int] | int | None = None,
     stop: Sequence[str] | str = (),
     new_text: bool = False,
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
     implementation: Implementation | None = None,
 ) -> Iterator[Delta]:
     """Yield the new tokens and text of each completion as they are generated.

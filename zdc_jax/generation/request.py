@@ -10,10 +10,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
 from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
-from zdc_jax.generation.steps import bucket
 from zdc_jax.loading import LanguageModel, TextModel
 
 Prompt = str | Sequence[int]
@@ -32,7 +32,7 @@ class Request:
       max_new_tokens: most tokens to generate for each prompt.
       stop_ids: token ids that end a sequence.
       stop: strings that end a sequence.
-      prefill_chunk: most prompt tokens of one prefill call.
+      prefill_chunk: most prompt tokens of one prefill call; None to choose by free memory.
       capacity: tokens of cache for each sequence.
       new_text: whether each completion is a text of its own, rather than a continuation of its prompt.
     """
@@ -42,7 +42,7 @@ class Request:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...]
-    prefill_chunk: int
+    prefill_chunk: int | None
     capacity: int
     new_text: bool = False
 
@@ -55,7 +55,7 @@ class Request:
         sampling: Sampling | Sequence[Sampling] | None,
         stop_tokens: Sequence[int] | int | None,
         stop: Sequence[str] | str,
-        prefill_chunk: int,
+        prefill_chunk: int | None,
         *,
         new_text: bool = False,
     ) -> "Request":
@@ -64,7 +64,7 @@ class Request:
         Raises the `PromptError` of `generate`. The warning about long contexts points at the caller's caller.
         """
         check_limit(max_new_tokens)
-        check_chunk(model, prefill_chunk)
+        check_chunk(model, PREFILL_CHUNK if prefill_chunk is None else prefill_chunk)
         strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
         samplings = _match_samplings(sampling, len(encoded))

@@ -11,6 +11,7 @@ import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import NonFiniteError
+from zdc_jax.generation.chunks import bucket, choose_chunk, divide_prompt, padded
 from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.masks import full_mask
@@ -20,7 +21,7 @@ from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, SampledTokens, bucket, decode, first, padded, prefill
+from zdc_jax.generation.steps import DecodeState, Flat, SampledTokens, decode, first, prefill
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
@@ -137,13 +138,17 @@ class Run:
             self.kv_bytes = state.cache.bytes()
             return state, [result]
         cache, self.cache = self.cache, None  # The steps donate its arrays.
+        cached = np.zeros_like(lengths) if cache is None else np.asarray(cache.lengths)
         if cache is None:
             cache = network.new_cache(batch=len(lengths), capacity=request.capacity)
-        self.kv_bytes, cached = cache.bytes(), np.asarray(cache.lengths)
+        self.kv_bytes = cache.bytes()
         state = DecodeState.of(cache)._replace(shaping=self._shaping)
-        results, longest = [], int((lengths - cached).max())
-        for start in range(0, longest, request.prefill_chunk):
-            width = min(bucket(longest - start), request.prefill_chunk, cache.capacity)
+        results, longest, start = [], int((lengths - cached).max()), 0
+        most = request.prefill_chunk or choose_chunk(
+            self.model, sequences=len(lengths), capacity=request.capacity
+        )
+        for width in divide_prompt(longest, most):
+            width = min(width, cache.capacity)
             begins, remaining = cached + start, lengths - cached - start
             chunks = [p[begin:][:width] for p, begin in zip(request.prompts, begins, strict=True)]
             state, result = prefill(
@@ -157,6 +162,7 @@ class Run:
                 implementation=self._implementation,
             )
             results.append(result)
+            start += width
         return state, results
 
     def _prefill_on_mesh(

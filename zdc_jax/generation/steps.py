@@ -7,7 +7,6 @@ come and go.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,11 +28,6 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
-PREFILL_CHUNK = 2048
-"""Default for the most prompt tokens of one prefill call."""
-SMALLEST_BUCKET = 32
-"""Smallest padded chunk; chunks are padded to powers of two, so that new lengths rarely recompile."""
-
 _GRAPHS = "xla_gpu_enable_command_buffer"
 ONE_GRAPH = (
     {_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"}
@@ -45,6 +39,13 @@ ONE_GRAPH = (
 A loop whose steps all fit into a graph becomes one graph, and no longer asks the host whether to continue.
 This needs a driver for CUDA 12.9 or later. Collectives do not fit into a graph. The same flag in `XLA_FLAGS`
 takes precedence.
+"""
+
+SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""XLA options for prefill.
+
+XLA would merge products of the same tokens, such as those of gate and up projection, and copy their weights
+together for every chunk.
 """
 
 Network = Transformer | ShardedTransformer
@@ -92,7 +93,8 @@ class DecodeState(NamedTuple):
     def of(cls, cache: KVCache, where: Sharding | None = None) -> "DecodeState":
         """Return the state of sequences without a newest token; `where` is the sharding of its arrays."""
         batch = len(cache.lengths)
-        return cls(cache, jnp.zeros(batch, jnp.int32, device=where), jnp.ones(batch, bool, device=where))
+        last, done = jax.device_put((np.zeros(batch, np.int32), np.ones(batch, bool)), where)
+        return cls(cache, last, done)
 
 
 class Frontier(NamedTuple):
@@ -134,19 +136,6 @@ class SampledTokens(NamedTuple):
     def parts(self) -> Token:
         """The tokens and their log-probabilities."""
         return Token(self.tokens, self.finite, self.logprob, self.top_ids, self.top_logprobs)
-
-
-def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
-    """Round `length` up to a power of two, at least `smallest`."""
-    return max(smallest, 1 << (length - 1).bit_length())
-
-
-def padded(rows: Sequence[np.ndarray], width: int) -> Int[np.ndarray, "B {width}"]:
-    """Pad token sequences of at most `width` tokens with zeros on the right."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
-    return tokens
 
 
 def choose(
@@ -253,7 +242,12 @@ def take_last(hidden: Float[Array, "B T D"], count: Int[Array, " B"]) -> Float[A
     return jnp.take_along_axis(hidden, jnp.clip(count - 1, 0)[:, None, None], axis=1)[:, 0]
 
 
-@partial(jax.jit, donate_argnums=1, static_argnames=("choice", "implementation"))
+@partial(
+    jax.jit,
+    donate_argnums=1,
+    static_argnames=("choice", "implementation"),
+    compiler_options=SEPARATE_PRODUCTS,
+)
 def prefill(
     flat: Flat[Network],
     state: DecodeState,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from kernels_pallas import device_refusal, score_blocks, score_blocks_refusal
 from zdc_jax.axes import Array
 
 BLOCK = 64
@@ -58,9 +59,7 @@ def without_mean(
 
     The rotary embedding turns R(c - p)m of a key at position p into R(c)m.
     """
-    angles = np.multiply.outer(CENTER - np.arange(BLOCK), frequencies)
-    offset = positions % BLOCK
-    cos, sin = (jnp.asarray(x, jnp.float32)[offset][:, :, None] for x in (np.cos(angles), np.sin(angles)))
+    cos, sin = _turns_in_block(frequencies, positions)
     first, second = jnp.split(mean.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return k.astype(jnp.float32) - turned
@@ -71,7 +70,7 @@ class ShiftedQueries(NamedTuple):
 
     Attributes:
       products: for each pair of coordinates the real and the imaginary part of q·m̄, in the order of the
-        rotary embedding, [B, T, N, H].
+        rotary embedding, [B, T, N, H]. They are turned from the center of the query's block to its position.
       positions: position of each query, [B, T].
       frequencies: rotary frequencies, float64 [H/2].
     """
@@ -91,8 +90,7 @@ class ShiftedQueries(NamedTuple):
         """Create them from queries before the rotary embedding."""
         m1, m2 = jnp.split(jnp.repeat(mean.astype(jnp.float32), q.shape[2] // len(mean), axis=0), 2, axis=-1)
         q1, q2 = jnp.split(q.astype(jnp.float32), 2, axis=-1)
-        angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        cos, sin = _turns_in_block(-frequencies, positions)
         a, b = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
         return cls(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), positions, frequencies)
 
@@ -100,33 +98,64 @@ class ShiftedQueries(NamedTuple):
         """Apply `change` to the arrays that have a token axis."""
         return self._replace(products=change(self.products), positions=change(self.positions))
 
-    def block_scores(self, slots: int, scale: float) -> Float[Array, "B T N blocks"]:
+    def block_scores(
+        self, slots: int, scale: float, *, on_kernel: bool = False
+    ) -> Float[Array, "B T N blocks"]:
         """Return what the scaled scores of keys gain in each block of positions below `slots`.
 
         Scores are relative to the block of the query, since a constant of all keys does not change attention.
+        Blocks after it have arbitrary values.
+
+        Args:
+          slots: number of positions.
+          scale: factor on the scores.
+          on_kernel: whether a kernel may compute them, where it can; positions must then be consecutive.
         """
-        blocks = -(-slots // BLOCK)
-        waves = _waves(self.frequencies, blocks)
+        turns = _turns_between_blocks(self.frequencies, -(-slots // BLOCK))
+        if on_kernel and self._kernel_refusal(turns) is None:
+            scores = score_blocks(self.products, turns, self.positions[:, 0], scale=scale)
+            return scores.transpose(0, 3, 1, 2)
+        own = self.positions // BLOCK
         scores = scale * jnp.einsum(
-            "BTNH,bH->BTNb", self.products, waves, precision=jax.lax.Precision.HIGHEST
+            "BTNH,dH->BTNd", self.products, turns, precision=jax.lax.Precision.HIGHEST
         )
-        own = jnp.minimum(self.positions // BLOCK, blocks - 1)[..., None, None]
-        return scores - jnp.take_along_axis(scores, own, axis=-1)
+        distances = jnp.clip(own[..., None] - jnp.arange(len(turns)), 0, len(turns) - 1)
+        return jnp.take_along_axis(scores, distances[:, :, None], axis=-1)
+
+    def _kernel_refusal(self, turns: Array) -> str | None:
+        """Return why the kernel cannot run, or None."""
+        # Caches of other dtypes do not run on kernels either, but the products are always float32.
+        q = jax.ShapeDtypeStruct(self.products.shape, jnp.bfloat16)
+        return device_refusal(q) or score_blocks_refusal(self.products, turns, self.positions[:, 0])
 
 
-def _waves(frequencies: Float[np.ndarray, " h"], blocks: int) -> Float[Array, "blocks 2*h"]:
-    """Return [cos cθ, sin cθ] of the centers c of the first blocks, in float32.
+def _turns_in_block(
+    frequencies: Float[np.ndarray, " h"], positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """Return cosines and sines of the turn from each position to the center of its block."""
+    angles = np.multiply.outer(CENTER - np.arange(BLOCK), frequencies)
+    offset = positions % BLOCK
+    cos, sin = (jnp.asarray(x, jnp.float32)[offset][:, :, None] for x in (np.cos(angles), np.sin(angles)))
+    return cos, sin
 
-    Angles of far positions are sums of two angles whose sines were computed in float64: float32 angles would
-    be off by 0.008 at position 131,072.
+
+def _turns_between_blocks(frequencies: Float[np.ndarray, " h"], blocks: int) -> Float[Array, "blocks 2*h"]:
+    """Return [cos δθ - 1, -sin δθ] of distances δ of 0, 1, … blocks, in float32.
+
+    Angles are sums of two angles whose sines were computed in float64: float32 angles of far positions would
+    be off by 0.008 at position 131,072. Differences from 1 keep the digits of slow turns.
     """
     inner = 64
     coarse = np.multiply.outer(np.arange(-(-blocks // inner)) * (inner * BLOCK), frequencies)
-    fine = np.multiply.outer(np.arange(inner) * BLOCK + CENTER, frequencies)
-    (c1, s1), (c2, s2) = ([jnp.asarray(f(x), jnp.float32) for f in (np.cos, np.sin)] for x in (coarse, fine))
-    c1, s1 = c1[:, None], s1[:, None]
-    waves = jnp.concatenate([c1 * c2 - s1 * s2, s1 * c2 + c1 * s2], axis=-1)
-    return waves.reshape(-1, waves.shape[-1])[:blocks]
+    fine = np.multiply.outer(np.arange(inner) * BLOCK, frequencies)
+    (less1, s1), (less2, s2) = (
+        (jnp.asarray(-2 * np.sin(x / 2) ** 2, jnp.float32), jnp.asarray(np.sin(x), jnp.float32))
+        for x in (coarse, fine)
+    )
+    less1, s1 = less1[:, None], s1[:, None]
+    less = less1 * less2 + less1 + less2 - s1 * s2
+    sin = s1 * (1 + less2) + (1 + less1) * s2
+    return jnp.concatenate([less, -sin], axis=-1).reshape(-1, 2 * len(frequencies))[:blocks]
 
 
 def of_slots(

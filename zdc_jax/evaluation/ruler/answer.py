@@ -9,7 +9,7 @@ from zdc_jax.evaluation.answers import Protocol, read_prompts
 from zdc_jax.evaluation.greedy import generate_greedy
 from zdc_jax.evaluation.ruler.prompt import RulerTask
 from zdc_jax.evaluation.ruler.score import score_answer
-from zdc_jax.generation.steps import bucket, padded
+from zdc_jax.generation.chunks import bucket, padded
 from zdc_jax.model.transformer import Transformer
 
 

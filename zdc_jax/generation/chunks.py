@@ -1,0 +1,79 @@
+"""Division of prompts into chunks, each of which is read by one prefill call."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from zdc_jax.cache.kv_cache import free_device_bytes
+from zdc_jax.loading import LanguageModel
+from zdc_jax.ops.shift import BLOCK
+
+PREFILL_CHUNK = 2048
+"""Most prompt tokens of one call of an engine, and of `generate` where free memory is not known."""
+TOKENS_AT_ONCE = 16_384
+"""Tokens of all sequences in one call of `generate` if memory allows; more are not faster."""
+MEMORY_SHARE = 0.25
+"""Share of the free memory that one call may need."""
+SMALLEST_BUCKET = 32
+"""Smallest padded chunk; chunks are padded to powers of two, so that new lengths rarely recompile."""
+MOST_PADDING = 0.12
+"""Largest padding as a share of a prompt, in prompts that are longer than `SMALLEST_SPLIT`."""
+SMALLEST_SPLIT = 256
+"""Largest chunk that is never split to save padding, because a GPU reads fewer tokens in the same time."""
+
+
+def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
+    """Round `length` up to a power of two, at least `smallest`."""
+    return max(smallest, 1 << (length - 1).bit_length())
+
+
+def divide_prompt(tokens: int, most: int) -> Iterator[int]:
+    """Yield the padded widths of the chunks of a prompt: powers of two, at most `most`, a power of two.
+
+    Together they have room for all tokens, and at most `MOST_PADDING` more or less than half of
+    `SMALLEST_SPLIT` tokens more.
+    """
+    left = tokens
+    while left > 0:
+        width = min(bucket(left), most)
+        if width > SMALLEST_SPLIT and width - left > MOST_PADDING * tokens:
+            width //= 2
+        yield width
+        left -= width
+
+
+def choose_chunk(model: LanguageModel, *, sequences: int, capacity: int) -> int:
+    """Return the most tokens that one prefill call should read of each sequence, a power of two.
+
+    Long chunks dequantize earlier tokens less often, but need more memory at a time.
+
+    Args:
+      model: model that reads the prompts.
+      sequences: number of prompts.
+      capacity: tokens that the cache holds for each sequence.
+    """
+    free = free_device_bytes()
+    if free is None:
+        return PREFILL_CHUNK
+    each = _bytes_per_token(model, capacity)
+    at_once = min(TOKENS_AT_ONCE, int(MEMORY_SHARE * free / each))
+    return max(SMALLEST_SPLIT, 1 << (max(1, at_once // sequences).bit_length() - 1))
+
+
+def _bytes_per_token(model: LanguageModel, capacity: int) -> int:
+    """Estimate the bytes of a layer's temporary arrays for each token of a chunk."""
+    config = model.config
+    widths = 8 * config.embed_dim + 3 * config.ffn_dim + 8 * config.num_heads * config.head_dim
+    gains = (
+        3 * config.num_heads * -(-capacity // BLOCK) if any(ranks.shift for ranks in model.plan.layers) else 0
+    )
+    return 2 * widths + 4 * gains
+
+
+def padded(rows: Sequence[np.ndarray], width: int) -> Int[np.ndarray, "B {width}"]:
+    """Pad token sequences of at most `width` tokens with zeros on the right."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens
