@@ -30,7 +30,7 @@ from zdc_jax.files import whole_file
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size
+from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size, preset_plan
 
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
 NEAR = {"window": WINDOW, "sinks": SINKS}
@@ -86,6 +86,7 @@ class Plans:
         three = {"bits_index": 5, "bits_k": 2, "bits_v": 3, "index": self._index}
         four = {"bits_k": 4, "bits_v": 4}
         return {
+            "preset small": lambda: (self._judged(), None),
             "preset 8bit": lambda: (self._coded({"bits_k": 8, "bits_v": 8}, calibrated=False), None),
             "preset 4bit": lambda: (self._coded(four), None),
             "preset 4bit, not calibrated": lambda: (self._coded(four, calibrated=False), None),
@@ -108,6 +109,11 @@ class Plans:
             "snapkv": lambda: (self._at_bytes("snapkv", self._coded(three)), None),
             "window": lambda: (self._at_bytes("window", self._coded(three)), None),
         }
+
+    def _judged(self) -> CompressionPlan:
+        plan = preset_plan("small", self.checkpoint)
+        assert plan is not None  # It raises if the folder has none.
+        return plan
 
     @property
     def _index(self) -> int:
@@ -181,7 +187,8 @@ def main(options: Options) -> None:
     evaluation = Evaluation(dense, material, protocol="cached", batch=1)
     makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:
-        if any((row["model"], row["plan"]) == (options.model.name, name) for row in stored["rows"]):
+        wanted = options.model.name, name, options.context
+        if any((row["model"], row["plan"], row["context"]) == wanted for row in stored["rows"]):
             continue
         began = time.monotonic()
         plan, basis = makers[name]()

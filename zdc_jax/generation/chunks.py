@@ -11,7 +11,7 @@ from zdc_jax.ops.shift import BLOCK
 
 PREFILL_CHUNK = 2048
 """Most prompt tokens of one call of an engine, and of `generate` where free memory is not known."""
-TOKENS_AT_ONCE = 16_384
+TOKENS_AT_ONCE = 32_768
 """Tokens of all sequences in one call of `generate` if memory allows; more are not faster."""
 MEMORY_SHARE = 0.25
 """Share of the free memory that one call may need."""
