@@ -175,12 +175,20 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
       bits: bits per level.
       C: coordinates per token.
     """
+    offset, count = reach_numbers(bits, C)
+    widest = (largest + offset >> E5M3_SHIFT) - E5M3_BIAS
+    return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
+
+
+def reach_numbers(bits: int, C: int) -> tuple[int, int]:
+    """Return what is added to the bits of the largest magnitude for the first scale, and how many are tried.
+
+    Scales are 1/8 of a power of two apart, like codes in the bits of a float.
+    """
     above, count = 0.5, 8
     if bits >= 4:
         above, count = min(0.9, 1.83 - math.log2(C) / 3 + 0.45 * (bits - 4)), 2
-    # Scales are 1/8 of a power of two apart, like codes in the bits of a float.
-    widest = (largest + int((1 + above) * (1 << E5M3_SHIFT)) >> E5M3_SHIFT) - E5M3_BIAS
-    return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
+    return int((1 + above) * (1 << E5M3_SHIFT)), count
 
 
 def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:

@@ -158,8 +158,7 @@ class CodedBooks:
         checkpoint = Checkpoint.open(path)
         basis = stored_basis(checkpoint)
         options: dict[str, Any] = {"basis": basis, "dtype": dtype, "batch": batch, "journal": journal}
-        levels = coded_levels(checkpoint.config.head_dim)
-        simulation = Simulation(checkpoint, basis, choose_dtype(checkpoint.config, dtype), *levels)
+        simulation = Simulation(checkpoint, basis, choose_dtype(checkpoint.config, dtype))
         few = windows[:FEW_WINDOWS], documents[:FEW_DOCUMENTS]
         return cls(
             TrialBook(path, windows, documents, simulation=simulation, **options),
@@ -267,10 +266,16 @@ class CodedSearch(Search):
     def _verify(self, simulated: Trial, limit: float) -> bool:
         """Measure a plan with arrays of its size, and return whether it is within the limits.
 
-        If it is not, the next search leaves room for twice the difference between arrays and simulation.
+        If it is not, the next search leaves room for twice the difference between arrays and simulation. If
+        no time is left, the simulated plan stays the best.
         """
-        self.book, self.best, self.allowed, allowed = self.books.open_real(), None, limit, self.allowed
-        real = self.try_plan(simulated.plan)
+        allowed = self.allowed
+        self.book, self.best, self.allowed = self.books.open_real(), None, limit
+        try:
+            real = self.try_plan(simulated.plan)
+        except Exhausted:
+            self.best = simulated
+            raise
         if self.best is not None:
             return True
         self.book, self.allowed = self.books.simulated, allowed - 2 * (self.cost(real) - self.cost(simulated))

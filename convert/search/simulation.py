@@ -1,8 +1,9 @@
 """Simulation of plans of method `coded`: their bits are data, so that one compiled program serves all (ours).
 
 Real arrays have a shape for each number of bits, and every shape needs a compilation, which takes most of the
-time of a search. Here older (*far*) keys and values are rounded as a plan asks, and stored at full width. The
-rounding is one branch of a `jax.lax.switch`, chosen by numbers among the weights of a layer.
+time of a search. Here older (*far*) keys and values are rounded as a plan asks, and stored at full width. What
+a plan asks are numbers among the weights of a layer. A branch for each precision would be compiled in each
+layer, and a GPU would wait for the host to choose it.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import merge_partial
+from kernels_pallas.encode import SMALLEST, reach_numbers
+from kernels_pallas.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.prefix_ring import put_tokens
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, move_shift
@@ -37,10 +39,11 @@ from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.layer_costs import Precision, build_layer, precisions
 
 DATA = "simulated"
-"""Name of the parameter of an attention layer that says what its layer stores, int32 [3].
+"""Name of the parameter of an attention layer that says what its layer stores, int32 [2, 2, 4].
 
-Its numbers are the precisions of keys and of values, as indices into `SimulatedStore`, and whether the layer
-drops its far tokens."""
+It has the parts (`_encode_part`) of keys, and those of values. A layer without parts drops its far tokens."""
+CANDIDATES = 8
+"""Most scales that `reaches_tried` tries."""
 
 
 class SimulatedValues(NamedTuple):
@@ -60,21 +63,11 @@ class SimulatedValues(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStore(NearFar):
-    """`CodedStore` at any of several precisions; attention must have the parameter `DATA`.
-
-    Attributes:
-      keys: precisions of keys.
-      values: precisions of values.
-    """
-
-    keys: tuple[Precision, ...]
-    values: tuple[Precision, ...]
+    """`CodedStore` at any precision; attention must have the parameter `DATA`."""
 
     @classmethod
-    def of(
-        cls, spec: CodedStore, keys: tuple[Precision, ...], values: tuple[Precision, ...]
-    ) -> "SimulatedStore":
-        """Return the simulation of a store at all of these precisions."""
+    def of(cls, spec: CodedStore) -> "SimulatedStore":
+        """Return the simulation of a store."""
         return cls(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -84,8 +77,6 @@ class SimulatedStore(NearFar):
             sinks=spec.sinks,
             window=spec.window,
             near_code=spec.near_code,
-            keys=keys,
-            values=values,
         )
 
     def project(
@@ -93,10 +84,9 @@ class SimulatedStore(NearFar):
     ) -> tuple[Array, NewKeys, SimulatedValues]:
         """Compute q, k and v, and round what the store keeps."""
         q, k, v = attention.project(x, positions, implementation)
-        key, value, is_cut = getattr(attention, DATA)[...]
-        far_k = jax.lax.switch(key, [partial(round_to, each) for each in self.keys], k.keys)
-        far_v = jax.lax.switch(value, [partial(round_to, each) for each in self.values], v)
-        return q, k, SimulatedValues(v, far_k, far_v, jnp.full(positions.shape, is_cut > 0))
+        parts = getattr(attention, DATA)[...]
+        far_k, far_v = round_to(parts[0], k.keys), round_to(parts[1], v)
+        return q, k, SimulatedValues(v, far_k, far_v, jnp.full(positions.shape, parts.max() == 0))
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
         shape = batch, self.num_kv_heads, slots_for(capacity), self.head_dim
@@ -140,16 +130,38 @@ class SimulatedStore(NearFar):
         return Attended(NearFarState(near.state, far), o, lse, aux)
 
 
-def round_to(precision: Precision, x: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
-    """Return vectors as a store of this precision decodes them, with zeros for what it does not store."""
-    ends = (precision.index, precision.rank) if precision.index else (precision.rank,)
-    bits = (precision.bits_index, precision.bits) if precision.index else (precision.bits,)
-    parts, start = [], 0
-    for end, each in zip(ends, bits, strict=True):
-        code, part = FittedIntegers(each), x[..., start:end]
-        parts.append(decode_tokens(code, encode_tokens(code, part), end - start).astype(x.dtype))
+def round_to(parts: Int[Array, "2 4"], x: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
+    """Return vectors as a store decodes them, with zeros for coordinates that it does not store.
+
+    Each part is rounded as by `FittedIntegers`, whose numbers come from `_encode_part`.
+    """
+    coordinates, start, decoded = jnp.arange(x.shape[-1]), jnp.int32(0), jnp.zeros_like(x, jnp.float32)
+    for end, half, offset, count in parts:
+        inside = (coordinates >= start) & (coordinates < end)
+        decoded += _round_part(jnp.where(inside, x, 0).astype(jnp.float32), inside, half, offset, count)
         start = end
-    return jnp.concatenate([*parts, jnp.zeros_like(x[..., start:])], axis=-1)
+    return decoded.astype(x.dtype)
+
+
+def _round_part(x: Array, inside: Array, half: Array, offset: Array, count: Array) -> Array:
+    """Return vectors rounded with the scale of least error; coordinates that are not `inside` become 0."""
+    largest = jnp.abs(x).max(-1, keepdims=True)
+    widest = (jax.lax.bitcast_convert_type(largest, jnp.int32) + offset >> E5M3_SHIFT) - E5M3_BIAS
+    tried = jnp.arange(CANDIDATES).reshape(-1, *[1] * x.ndim)
+    code = jnp.clip(widest - tried, 0, NAN_CODE - 1)
+
+    def levels(code: Array) -> tuple[Array, Array, Array]:
+        step = jnp.maximum(from_e5m3(code), SMALLEST) / half
+        exact = jnp.abs(x) / step - 0.5
+        return step, exact, jnp.minimum(jnp.round(exact), half - 1)
+
+    step, exact, level = levels(code)
+    error = jnp.where(inside, jnp.square(level - exact), 0).sum(-1, keepdims=True) * jnp.square(step)
+    best = jnp.where(tried < count, error, jnp.inf).argmin(0)
+    code = jnp.where(jnp.isfinite(largest), jnp.clip(widest - best, 0, NAN_CODE - 1), NAN_CODE)
+    _, _, level = levels(code)
+    size = (2 * level + 1) * (from_e5m3(code) / (2 * half))
+    return jnp.where(inside, jnp.where(x < 0, -size, size), 0)
 
 
 class _SimulatedTransformer(Transformer):
@@ -181,21 +193,11 @@ class Simulation:
       checkpoint: converted folder.
       basis: calibrated basis.
       dtype: dtype to run in.
-      keys: precisions of keys that plans may have.
-      values: precisions of values that plans may have.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        basis: Basis,
-        dtype: str,
-        keys: tuple[Precision, ...],
-        values: tuple[Precision, ...],
-    ):
+    def __init__(self, checkpoint: Checkpoint, basis: Basis, dtype: str):
         self.checkpoint, self.config, self.basis = checkpoint, checkpoint.config, basis
         self.dtype = jnp.dtype(dtype)
-        self.keys, self.values = keys, values
         embeddings = jax.device_put(cast(checkpoint.embeddings(), self.dtype))
         self._embeddings = Embeddings(embeddings, self.config)
         self._shared: dict[int, Any] = {}  # Weights of a layer outside attention.
@@ -203,23 +205,20 @@ class Simulation:
 
     def supports(self, plan: CompressionPlan) -> bool:
         """Return whether a plan can be simulated: near tokens, and no choice of the tokens to read."""
-        far = [ranks for ranks in plan.layers if ranks.qk]
         return bool(plan.window) and all(
-            isinstance(ranks.settings, Settings)
-            and not ranks.settings.read
-            and precisions(ranks)[0] in self.keys
-            and precisions(ranks)[1] in self.values
-            for ranks in far
+            isinstance(ranks.settings, Settings) and not ranks.settings.read
+            for ranks in plan.layers
+            if ranks.qk
         )
 
     def network(self, plan: CompressionPlan) -> Transformer:
         """Return the network that simulates a plan, which is bound to the model and the basis."""
-        highest = build_layer(self.keys[-1], self.values[-1])
+        any_far = build_layer(*[Precision(self.config.head_dim, 8)] * 2)
         layers = (
-            ranks if ranks.qk or self._slides(layer) else highest for layer, ranks in enumerate(plan.layers)
+            ranks if ranks.qk or self._slides(layer) else any_far for layer, ranks in enumerate(plan.layers)
         )
         specs = tuple(
-            SimulatedStore.of(spec, self.keys, self.values) if isinstance(spec, CodedStore) else spec
+            SimulatedStore.of(spec) if isinstance(spec, CodedStore) else spec
             for spec in replace(plan, layers=tuple(layers)).layer_caches(self.dtype.name)
         )
         blocks = [self._load_block(layer, plan) for layer in range(self.config.num_layers)]
@@ -239,12 +238,29 @@ class Simulation:
                 self._shared[layer] = jax.device_put(folded)
         weights = {**self._shared[layer], "attention": self._attention[form]}
         block = Block(weights, self.config, self.config.layers[layer])
-        setattr(block.attention, DATA, nnx.Param(self._encode(plan.layers[layer])))
+        setattr(block.attention, DATA, nnx.Param(jnp.asarray(self._encode(plan.layers[layer]))))
         return block
 
-    def _encode(self, ranks: LayerRanks) -> Int[Array, "3"]:
+    def _encode(self, ranks: LayerRanks) -> Int[np.ndarray, "2 2 4"]:
         """Return the data of a layer."""
         if not ranks.qk:
-            return jnp.array([0, 0, 1], jnp.int32)
-        key, value = precisions(ranks)
-        return jnp.array([self.keys.index(key), self.values.index(value), 0], jnp.int32)
+            return np.zeros((2, 2, 4), np.int32)
+        return np.array([_encode_parts(precision) for precision in precisions(ranks)], np.int32)
+
+
+def _encode_parts(precision: Precision) -> list[list[int]]:
+    """Return the numbers of the index and of the other stored coordinates."""
+    index, rank = precision.index, precision.rank
+    first = _encode_part(0, index, precision.bits_index)
+    return [first, _encode_part(index, rank, precision.bits)]
+
+
+def _encode_part(start: int, end: int, bits: int) -> list[int]:
+    """Return the numbers of coordinates start … end - 1.
+
+    They are the end, half the number of levels, and what `reaches_tried` adds to the bits of the largest
+    coordinate, and how many scales it tries. Without coordinates, the numbers of levels and scales are 1.
+    """
+    if start == end:
+        return [end, 1, 0, 1]
+    return [end, 2 ** (bits - 1), *reach_numbers(bits, end - start)]
