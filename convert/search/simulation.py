@@ -1,9 +1,9 @@
 """Simulation of plans of method `coded`: their bits are data, so that one compiled program serves all (ours).
 
 Real arrays have a shape for each number of bits, and every shape needs a compilation, which takes most of the
-time of a search. Here older (*far*) keys and values are rounded as a plan asks, and stored at full width. What
-a plan asks are numbers among the weights of a layer. A branch for each precision would be compiled in each
-layer, and a GPU would wait for the host to choose it.
+time of a search. Here older (*far*) keys and values are rounded as a plan asks, and stored at full width.
+What a plan asks are numbers among the weights of a layer. A branch for each precision would be compiled in
+each layer, and a GPU would wait for the host to choose it.
 """
 
 from collections.abc import Sequence
