@@ -1,4 +1,4 @@
-"""What scores gain in each block of 64 positions because keys left out their mean, in one launch (ours).
+"""Scores that each block of 64 positions gains because keys left out their mean, in one launch (ours).
 
     grid: (tiles of tokens · tiles of blocks, N, B); one program has the tokens of one block of positions
 
