@@ -21,6 +21,11 @@ def _table(device_kind: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def has_table(device_kind: str) -> bool:
+    """Return whether tile sizes were measured on this kind of device; others use default ones."""
+    return file_of(device_kind).exists()
+
+
 def measured(kernel: str, **widths: int) -> dict[str, Any] | None:
     """Return the fastest measured config of a kernel at these widths on this device, or None."""
     if jax.default_backend() != "gpu":

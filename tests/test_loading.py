@@ -1,11 +1,14 @@
-"""Dtypes that families run in."""
+"""Dtypes that families run in, and what the log says about the device."""
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 from conftest import LLAMA
 
+from zdc_jax import loading
 from zdc_jax.errors import CheckpointError
 from zdc_jax.loading import choose_dtype
 
@@ -20,3 +23,33 @@ def test_gemma_does_not_run_in_float16(caplog):
     assert choose_dtype(gemma, "float32") == "float32"
     assert choose_dtype(replace(LLAMA, dtype="float16"), None) == "float16"
     assert choose_dtype(LLAMA, "float16") == "float16"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Pretend that the first device is a GPU of a kind, and that the kernels have a reason to refuse it."""
+
+    def pretend(kind: str, reason: str | None) -> None:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+        monkeypatch.setattr(loading, "device_refusal", lambda q: reason)
+
+    loading.warn_without_kernels.cache_clear()
+    yield pretend
+    loading.warn_without_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "said"),
+    [
+        ("NVIDIA A100", "it has 8.0", "NVIDIA A100 runs on XLA, where plans save memory but no time"),
+        ("NVIDIA H800", None, "default tile sizes, because none were tuned on NVIDIA H800"),
+        ("NVIDIA H200", None, ""),
+    ],
+)
+def test_the_log_says_once_what_a_card_runs_on(on_gpu, caplog, kind, reason, said):
+    on_gpu(kind, reason)
+    with caplog.at_level(logging.INFO, "zdc_jax"):
+        loading.warn_without_kernels()
+        loading.warn_without_kernels()
+    assert [said in record.message for record in caplog.records] == [True] * bool(said)

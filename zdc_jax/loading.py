@@ -1,5 +1,6 @@
 """Loading a converted folder into a `LanguageModel`, compressed as a plan says (`load`)."""
 
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from kernels_pallas import device_refusal
+from kernels_pallas.tuning import has_table
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import DTYPES, ModelConfig
@@ -218,16 +220,20 @@ def _list_frequencies(config: ModelConfig) -> list[bytes]:
     return [rope_frequencies(rope, config.head_dim, config.max_positions).tobytes() for rope in ropes]
 
 
+@functools.cache
 def warn_without_kernels() -> None:
-    """Log a warning on a GPU that the kernels do not support."""
+    """Log once if this GPU has no kernels, or if their tile sizes were not tuned on it."""
     if jax.default_backend() != "gpu":
         return
+    device = jax.devices()[0].device_kind
     if (reason := device_refusal(jax.ShapeDtypeStruct((1,), jnp.bfloat16))) is not None:
         logger.warning(
             "%s runs on XLA, where plans save memory but no time; use an H100 or H200 for the kernels (%s)",
-            jax.devices()[0].device_kind,
+            device,
             reason,
         )
+    elif not has_table(device):
+        logger.info("kernels use default tile sizes, because none were tuned on %s", device)
 
 
 def check_options(
