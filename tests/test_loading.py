@@ -27,7 +27,7 @@ def test_gemma_does_not_run_in_float16(caplog):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Pretend that the first device is a GPU of a kind, and that the kernels have a reason to refuse it."""
+    """Replace the first device by a GPU of a kind, which kernels may have a reason to refuse."""
 
     def pretend(kind: str, reason: str | None) -> None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
