@@ -155,7 +155,6 @@ FAST = (
     "quest of a rank",
     "coded",
     "coded, near tokens too",
-    "choosing, shifted",
     "kivi of a rank",
     "oscar",
     "token classes and window",

@@ -41,6 +41,7 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.full
 def test_a_wheel_in_a_clean_environment_converts_the_demo_checkpoint(tmp_path):
     wheel = build_wheel(tmp_path)
     venv.create(tmp_path / "clean", with_pip=False)

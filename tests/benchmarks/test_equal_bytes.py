@@ -77,6 +77,7 @@ def test_groups_are_alike_and_lose_nothing(items, most):
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
 @pytest.mark.matrix
+@pytest.mark.full
 def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     # Under each protocol only the cache is judged, and perplexity is that of a plain forward pass.
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)

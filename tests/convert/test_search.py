@@ -216,6 +216,7 @@ def fail_on(lines, build):
     return checked
 
 
+@pytest.mark.full
 def test_another_limit_costs_no_trial_twice(folder, windows):
     book = TrialBook(folder / "model", windows)
     Search(book, SearchOptions(0.05, trials=30)).run()

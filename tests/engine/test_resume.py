@@ -91,7 +91,7 @@ def test_a_stop_string_that_the_cut_goes_through_is_found(engine):
     assert told(ended)[1] == text[: text.index(stop)]
 
 
-@MATRIX
+@pytest.mark.full
 def test_stop_tokens_count_from_the_beginning(engine):
     tokens, _ = told(answer(engine, REQUESTS["greedy"]))
     request = replace(REQUESTS["greedy"], stop_tokens=(tokens[6],), min_tokens=9)

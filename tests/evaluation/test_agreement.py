@@ -49,6 +49,7 @@ def measured(dense, network, contexts):
     return theirs, compare_continuations(network, dense.embeddings, hidden, cache, theirs)
 
 
+@pytest.mark.full
 def test_a_model_agrees_with_itself(tiny: TinyModel):
     theirs, found = measured(tiny.dense, tiny.dense, tiny.tokens(3, S))
     assert found == [Divergence(CONTINUED, CONTINUED, CONTINUED, 0.0)] * 3

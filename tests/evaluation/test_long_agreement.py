@@ -38,6 +38,7 @@ def test_a_plan_in_16_bits_writes_the_same_texts(tiny: TinyModel, protocol, monk
     assert found.repetition == found.dense_repetition
 
 
+@pytest.mark.full
 def test_texts_are_those_of_generate_without_stop_tokens(tiny: TinyModel):
     network = tiny.model(CompressionPlan.uniform(CONFIG, qk=16, v=16, window=16)).network
     prompts = tiny.tokens(3, 64)

@@ -151,7 +151,7 @@ def read_in_pieces(network, tokens, pieces) -> np.ndarray:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", BIASED)
-@pytest.mark.matrix("llama-int8", "llama with norms-all coordinates")
+@pytest.mark.matrix("llama with norms-all coordinates")
 def test_a_model_with_shifted_keys_is_the_same_function(family, name):
     # Whole sequences, chunks that end within a block, and single tokens, all with the ring wrapping.
     model = biased(family)

@@ -205,6 +205,7 @@ TRAFFIC = {
 
 @pytest.mark.parametrize("name", TRAFFIC)
 @pytest.mark.matrix
+@pytest.mark.full
 def test_formula_is_what_is_compiled(monkeypatch, name):
     """Of hidden states alone, and in float32 with the cache that is left and the last hidden states.
 

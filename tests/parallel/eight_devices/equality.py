@@ -127,6 +127,7 @@ def test_longer_than_the_learned_positions_with_padding():
     assert_equal(ShardedTransformer.of(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
+@pytest.mark.full
 def test_late_ulysses_truncates_what_whole_projections_give():
     """Its model keeps all coordinates; the one it must equal dropped them in the weights."""
     model = tiny("opt", 4, 4)
