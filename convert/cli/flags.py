@@ -31,10 +31,12 @@ from convert.search.trials import Trial, TrialBook
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import Dtype
-from zdc_jax.errors import EvaluationError, PlanError, TextError, foreign_errors_as
+from zdc_jax.errors import EvaluationError, PlanError, PromptError, TextError, foreign_errors_as
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, split_seed
 from zdc_jax.evaluation.tasks import chosen, names
+from zdc_jax.files import load_json
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import stored_basis
 from zdc_jax.methods import MethodSettings
@@ -232,17 +234,51 @@ class SamplingFlags:
       temperature: Softmax temperature; 0 always takes the most likely token.
       top_k: Sample among this many most likely tokens.
       top_p: Sample among the fewest tokens whose probabilities sum to this value, in (0, 1].
+      min_p: Sample among tokens with at least this share of the largest probability, from 0 to 1.
+      presence_penalty: Lower the logits of tokens that were generated before, from -2 to 2.
+      frequency_penalty: Lower a token's logit each time it is generated, from -2 to 2.
+      repetition_penalty: Divide the logits of tokens in the prompt or the answer; 1 for none.
+      json_schema: File with a JSON schema that the answer fits.
+      regex: Regular expression that the answer matches as a whole.
       seed: Seed of the random choice.
     """
 
     temperature: float = 0.0
     top_k: Annotated[int | None, show_default("all")] = None
     top_p: Annotated[float | None, show_default("1")] = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: Annotated[Path | None, show_default("none")] = None
+    regex: Annotated[str | None, show_default("none")] = None
     seed: int = 0
 
     def build(self) -> Sampling:
-        """Return the sampling parameters."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        """Return the sampling parameters.
+
+        Raises:
+          PromptError: a value is outside its range, or --json-schema is no file of JSON.
+        """
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.seed,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            grammar=self._build_grammar(),
+        )
+
+    def _build_grammar(self) -> Grammar | None:
+        if self.json_schema is not None and self.regex is not None:
+            raise PromptError("--json-schema and --regex: an answer has one grammar; drop one of them")
+        if self.json_schema is not None:
+            with foreign_errors_as(PromptError, f"--json-schema {self.json_schema}"):
+                return Grammar.json(load_json(self.json_schema))
+        return None if self.regex is None else Grammar.regex(self.regex)
 
 
 @dataclass(kw_only=True)

@@ -19,10 +19,13 @@ from rich.console import Console
 
 from convert.cli import entry, programs
 from convert.cli.basis_report import report_basis
+from convert.cli.flags import SamplingFlags
 from convert.cli.main import SUMMARIES, import_command, main
 from convert.cli.plan import _report_savings
-from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
+from zdc_jax import Checkpoint, CompressionPlan, LayerRanks, Sampling
+from zdc_jax.errors import PromptError
 from zdc_jax.generation.api import Completion, Generation, Timings
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import TokenClasses
 
@@ -205,6 +208,20 @@ def test_generate(folder, plan, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith(first + "\n")
 
 
+def test_flags_of_sampling_are_parameters_of_sampling(tmp_path):
+    schema = {"type": "object", "required": ["a"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    values = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7}
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.1}
+    flags = SamplingFlags(**values, **penalties, json_schema=tmp_path / "schema.json")
+    assert flags.build() == Sampling(**values, **penalties, grammar=Grammar.json(schema))
+    assert SamplingFlags(regex="a+").build().grammar == Grammar.regex("a+")
+    assert SamplingFlags().build() == Sampling()
+    (tmp_path / "schema.json").write_text("{")
+    with pytest.raises(PromptError, match=r"--json-schema .*schema\.json: "):
+        flags.build()
+
+
 def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
     # The output has no markup, emoji, wrapping or expanded tabs.
     text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
@@ -354,6 +371,9 @@ def test_inspect_checks_hashes(folder, capsys):
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
         (["generate", "{}/model", "w3", "--temperature", "-1"], "--temperature -1"),
+        (["generate", "{}/model", "w3", "--min-p", "2"], "--min-p 2"),
+        (["generate", "{}/model", "w3", "--json-schema", "{}/no.json"], "no.json"),
+        (["generate", "{}/model", "w3", "--json-schema", "x.json", "--regex", "a"], "drop one of them"),
         (["generate", "{}/model"], "PROMPT is missing"),
         (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
         (
@@ -391,7 +411,8 @@ def test_errors_say_how_to_calibrate(folder, tmp_path, capsys, flags):
     assert f"zdc calibrate {tmp_path / 'model'} TEXT" in capsys.readouterr().err
 
 
-SAMPLING_FLAGS = "temperature top-k top-p seed"
+PENALTY_FLAGS = "presence-penalty frequency-penalty repetition-penalty"
+SAMPLING_FLAGS = f"temperature top-k top-p min-p {PENALTY_FLAGS} json-schema regex seed"
 PLAN_FLAGS = "preset qk v budget max-score-error window sinks method set"
 FLAGS = {
     "compress": "max-loss context minutes tokens documents seed texts overwrite",
