@@ -1,5 +1,6 @@
 """Division of prompts into chunks: little padding at any length, and no more tokens than memory allows."""
 
+import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 
@@ -24,6 +25,13 @@ def test_chunks_of_full_width_come_first():
     assert list(divide_prompt(9000, 2048)) == [2048] * 4 + [1024]
     assert list(divide_prompt(1100, 2048)) == [1024, 128]
     assert list(divide_prompt(70, 2048)) == [128]
+
+
+@pytest.mark.parametrize("block", [64, 512])
+def test_chunks_begin_at_blocks(block):
+    for tokens in range(1, 3000, 13):
+        begins = np.cumsum([0, *divide_prompt(tokens, 1024, block)])[:-1]
+        assert not (begins % block).any()
 
 
 def test_a_chunk_is_as_long_as_free_memory_allows(monkeypatch):

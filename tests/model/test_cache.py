@@ -1,14 +1,20 @@
 """The cache compared with a plain list of all tokens."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zdc_jax.cache.kv_cache import LAYERS_AT_ONCE, KVCache
 from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows, ring_slots
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions, slot_of_token
+from zdc_jax.plan import CompressionPlan
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(3, 5), (0, 5), (3, 0), (9, 8)])
@@ -59,3 +65,16 @@ def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, al
     )
     near = np.array([j for j in range(first, capacity) if j < sinks or j > start - window])
     np.testing.assert_array_equal(rows[0, 0, near - first, 0], tokens[0, near, 0, 1])
+
+
+def test_many_layers_are_created_like_few():
+    config = replace(LLAMA, layers=LLAMA.layers[:1] * LAYERS_AT_ONCE)
+    plan = CompressionPlan.uniform(config, qk=16, v=16, window=8, sinks=2)
+    specs = plan.layer_caches("float32")
+    together = KVCache.create(specs, batch=2, capacity=32)
+    alone = [KVCache.create([spec], batch=2, capacity=32).layers[0] for spec in specs]
+    found, expected = jax.tree.leaves(together.layers), jax.tree.leaves(alone)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in found}) == len(found)  # Steps donate each array.
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype

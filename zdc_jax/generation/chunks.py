@@ -1,5 +1,6 @@
 """Division of prompts into chunks, each of which is read by one prefill call."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -28,16 +29,22 @@ def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
     return max(smallest, 1 << (length - 1).bit_length())
 
 
-def divide_prompt(tokens: int, most: int) -> Iterator[int]:
+def find_block(model: LanguageModel) -> int:
+    """Return the tokens that a plan's methods store together; chunks begin at multiples of it."""
+    return math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
+
+
+def divide_prompt(tokens: int, most: int, block: int = 1) -> Iterator[int]:
     """Yield the padded widths of the chunks of a prompt: powers of two, at most `most`, a power of two.
 
     Together they have room for all tokens, and at most `MOST_PADDING` more or less than half of
-    `SMALLEST_SPLIT` tokens more.
+    `SMALLEST_SPLIT` tokens more. Each begins at a multiple of `block`, a power of two.
     """
+    smallest = max(SMALLEST_SPLIT, block)
     left = tokens
     while left > 0:
         width = min(bucket(left), most)
-        if width > SMALLEST_SPLIT and width - left > MOST_PADDING * tokens:
+        if width > smallest and width - left > MOST_PADDING * tokens:
             width //= 2
         yield width
         left -= width
@@ -58,7 +65,7 @@ def choose_chunk(model: LanguageModel, *, sequences: int, capacity: int) -> int:
         return PREFILL_CHUNK
     each = _bytes_per_token(model, capacity)
     at_once = min(TOKENS_AT_ONCE, int(MEMORY_SHARE * free / each))
-    return max(SMALLEST_SPLIT, 1 << (max(1, at_once // sequences).bit_length() - 1))
+    return max(SMALLEST_SPLIT, find_block(model), 1 << (max(1, at_once // sequences).bit_length() - 1))
 
 
 def _bytes_per_token(model: LanguageModel, capacity: int) -> int:

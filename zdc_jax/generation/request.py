@@ -1,6 +1,5 @@
 """Validated requests of `generate` and `stream`, and the checks of their arguments."""
 
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, find_block
 from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
@@ -112,8 +111,7 @@ def check_chunk(model: LanguageModel, prefill_chunk: int, name: str = "prefill_c
     """
     if not is_whole(prefill_chunk) or prefill_chunk != bucket(prefill_chunk):
         raise PromptError(f"{name}={prefill_chunk!r} must be a power of two >= 32")
-    block = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
-    if prefill_chunk % block:
+    if prefill_chunk % (block := find_block(model)):
         raise PromptError(f"{name}={prefill_chunk!r} must be a multiple of the plan's blocks of {block}")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import NonFiniteError
-from zdc_jax.generation.chunks import bucket, choose_chunk, divide_prompt, padded
+from zdc_jax.generation.chunks import bucket, choose_chunk, divide_prompt, find_block, padded
 from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.masks import full_mask
@@ -147,7 +147,7 @@ class Run:
         most = request.prefill_chunk or choose_chunk(
             self.model, sequences=len(lengths), capacity=request.capacity
         )
-        for width in divide_prompt(longest, most):
+        for width in divide_prompt(longest, most, find_block(self.model)):
             width = min(width, cache.capacity)
             begins, remaining = cached + start, lengths - cached - start
             chunks = [p[begin:][:width] for p, begin in zip(request.prompts, begins, strict=True)]
