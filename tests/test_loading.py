@@ -34,9 +34,9 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
         monkeypatch.setattr(loading, "device_refusal", lambda q: reason)
 
-    loading.warn_without_kernels.cache_clear()
+    loading.log_device.cache_clear()
     yield pretend
-    loading.warn_without_kernels.cache_clear()
+    loading.log_device.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,6 @@ def on_gpu(monkeypatch):
 def test_the_log_says_once_what_a_card_runs_on(on_gpu, caplog, kind, reason, said):
     on_gpu(kind, reason)
     with caplog.at_level(logging.INFO, "zdc_jax"):
-        loading.warn_without_kernels()
-        loading.warn_without_kernels()
+        loading.log_device()
+        loading.log_device()
     assert [said in record.message for record in caplog.records] == [True] * bool(said)

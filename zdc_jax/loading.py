@@ -156,7 +156,7 @@ def load(
         raise MeshError("reproducible=True runs on one device; leave out mesh= or reproducible=")
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
-    warn_without_kernels()
+    log_device()
     target = jnp.dtype(choose_dtype(checkpoint.config, dtype))
     config = _read_config(checkpoint, max_positions)
     chat_template = ChatTemplate.of(checkpoint)
@@ -221,7 +221,7 @@ def _list_frequencies(config: ModelConfig) -> list[bytes]:
 
 
 @functools.cache
-def warn_without_kernels() -> None:
+def log_device() -> None:
     """Log once if this GPU has no kernels, or if their tile sizes were not tuned on it."""
     if jax.default_backend() != "gpu":
         return

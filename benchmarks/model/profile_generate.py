@@ -6,6 +6,9 @@ Each length and batch is timed first, without a profiler: seconds to the first t
 Then two calls are traced: one that generates a single token, which is the profile of the prompt, and one
 that generates `--tokens` more. What the second adds is divided by its tokens. `waits_ms` is the time between
 the first and the last kernel in which none ran, such as while the host prepared the next launch.
+
+The loop over tokens is one CUDA graph, whose kernels a trace does not show. To see them, set
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=`, which makes tokens slower.
 """
 
 import re
@@ -22,7 +25,6 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.model.bench_generate import draw_prompts
 from benchmarks.traces import Kernel, busy_ns, trace_kernels
 from zdc_jax.generation.api import generate
-from zdc_jax.generation.chunks import PREFILL_CHUNK
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.presets import resolve_plan
 
@@ -32,6 +34,7 @@ KINDS = {
     "choice of tokens to read": "zdc_coded_scan|zdc_largest|zdc_block_mass",
     "rotation and quantization": "zdc_post_rope|zdc_encode|zdc_turn_and_store",
     "dequantization": "zdc_dequantise",
+    "block scores": "zdc_score_blocks",
     "matrix products": "gemm|nvjet|cutlass|cublas|splitK|triton_dot|^dot",
     "copies": "[Mm]emcpy|[Mm]emset|copy|transpose|concatenate|dynamic_update_slice",
 }
@@ -51,7 +54,7 @@ class Options:
       lengths: tokens of each prompt.
       sequences: numbers of prompts in a call.
       tokens: output tokens after the first one.
-      chunk: most prompt tokens of one call.
+      chunk: most prompt tokens of one call; default as `generate` chooses.
       repeats: timed calls without the profiler.
     """
 
@@ -60,14 +63,14 @@ class Options:
     lengths: tuple[int, ...] = (8000,)
     sequences: tuple[int, ...] = (1,)
     tokens: int = 32
-    chunk: int = PREFILL_CHUNK
+    chunk: int | None = None
     repeats: int = 5
     name: str = "profile-generate"
     results: Path = RESULTS
 
 
 def profile_call(
-    model: LanguageModel, *, length: int, sequences: int, tokens: int, chunk: int, repeats: int
+    model: LanguageModel, *, length: int, sequences: int, tokens: int, chunk: int | None, repeats: int
 ) -> dict[str, Any]:
     """Time and trace `generate` for random prompts; return a row of results."""
     vocabulary = model.config.vocab_size
@@ -140,7 +143,7 @@ def describe(row: dict[str, Any]) -> str:
     """Return a row as text."""
     first, token = (1e3 * np.array(row[name]) for name in ("first_token", "token"))
     lines = [
-        f"{row['sequences']} x {row['tokens']} tokens, chunks of {row['chunk']}: "
+        f"{row['sequences']} x {row['tokens']} tokens, chunks of {row['chunk'] or 'default size'}: "
         f"TTFT {np.median(first):.1f} ms ({first.min():.1f}-{first.max():.1f}), "
         f"TPOT {np.median(token):.3f} ms ({token.min():.3f}-{token.max():.3f}), "
         f"compiled in {row['compile']:.0f} s"

@@ -13,7 +13,10 @@ from zdc_jax.ops.shift import BLOCK
 PREFILL_CHUNK = 2048
 """Most prompt tokens of one call of an engine, and of `generate` where free memory is not known."""
 TOKENS_AT_ONCE = 32_768
-"""Tokens of all sequences in one call of `generate` if memory allows; more are not faster."""
+"""Tokens of all sequences in one call of `generate` if memory allows.
+
+On an H100, eight prompts of 8,000 tokens took 4 % longer with 16,384 tokens at once than with 65,536.
+"""
 MEMORY_SHARE = 0.25
 """Share of the free memory that one call may need."""
 SMALLEST_BUCKET = 32
@@ -21,7 +24,7 @@ SMALLEST_BUCKET = 32
 MOST_PADDING = 0.12
 """Largest padding as a share of a prompt, in prompts that are longer than `SMALLEST_SPLIT`."""
 SMALLEST_SPLIT = 256
-"""Largest chunk that is never split to save padding, because a GPU reads fewer tokens in the same time."""
+"""Largest chunk that is never split to save padding, because each call reads all weights."""
 
 
 def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
