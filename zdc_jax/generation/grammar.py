@@ -182,7 +182,8 @@ class GrammarCompiler:
             if error is None:
                 result = self._library.new_matcher(self._tokenizer, grammar.kind, grammar.source)
             else:
-                result = f"{grammar.kind}={grammar.source!r:.80} cannot be used: {error}"
+                cause = " ".join(str(error).split())  # In one line, without the drawing of the place.
+                result = f"{grammar.kind}={grammar.source!r:.80} cannot be used: {cause}"
         with self._lock:
             self._results[grammar] = result
             self._results.move_to_end(grammar)
