@@ -151,7 +151,7 @@ def test_explosive_grammars_are_refused_soon_and_block_nobody(model):
     [
         (lambda: Grammar.json({"type": "obj"}), "json=.* cannot be used: Invalid type: obj"),
         (lambda: Grammar.json("{"), "json='{' cannot be used: EOF"),
-        (lambda: Grammar.regex("["), "^regex=.* cannot be used: .*unclosed character class[^\\n]*$"),
+        (lambda: Grammar.regex("["), "regex=.* cannot be used: .*unclosed character class"),
         (lambda: Grammar.json({"a": {5}}), "json=.* must be a JSON schema"),
         (lambda: Grammar.json({"uniqueItems": True}), 'cannot be used: Unimplemented keys: ."uniqueItems"'),
         (lambda: Grammar.regex("(a"), "regex='.a' cannot be used: .*regex parse error"),
@@ -163,8 +163,9 @@ def test_explosive_grammars_are_refused_soon_and_block_nobody(model):
     ],
 )
 def test_bad_grammars_are_refused_by_name(model, new, message):
-    with pytest.raises(PromptError, match=re.compile(message, re.DOTALL)):
+    with pytest.raises(PromptError, match=message) as error:
         compile_grammar(model, new())
+    assert "\n" not in str(error.value)
 
 
 def test_a_grammar_needs_a_tokenizer():
