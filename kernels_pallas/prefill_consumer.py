@@ -12,7 +12,7 @@ from kernels_pallas import prefill_turns
 from kernels_pallas.common import LOG2_E, filled, scaled
 from kernels_pallas.prefill_inputs import GAIN_BLOCK, ROWS, PrefillConfig
 from kernels_pallas.prefill_items import Geometry, Item
-from kernels_pallas.prefill_softmax import State, empty, lanes, raised, weights
+from kernels_pallas.prefill_softmax import Gains, State, empty, lanes, raised, weights
 
 
 def attend(
@@ -34,16 +34,19 @@ def attend(
     for name, columns in parts:
         source = q_ref.at[item.b, rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
-    plgpu.barrier_wait(smem["q_ready"].at[wg])
     column = plgpu.Layout.WGMMA.reduce(1)
     steps = Consumer(g, config, smem, item, wg, dtype, positions, gains)
-    state = lax.cond(item.plain > 0, steps.plain, lambda state: state, empty(g.Z))
+    of_plain, of_masked = steps.plain_gains(jnp.int32(0)), steps.masked_gains(item.plain)
+    plgpu.barrier_wait(smem["q_ready"].at[wg])
+    state = lax.cond(
+        item.plain > 0, lambda state: steps.plain(state, of_plain), lambda state: state, empty(g.Z)
+    )
     if g.HV > g.Z:
         state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
-    inner = item.plain + item.mixed
+    inner, carry = item.plain + item.mixed, (state, of_masked)
     if g.two_ranks:
-        state = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), state)
-    state = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), state)
+        carry = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), carry)
+    state, _ = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), carry)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
     l = jnp.where(row + item.first + wg * ROWS < item.length, state.l.sum(axis=1), 0.0)
     inverse = jnp.where(l > 0, 1.0 / l, 0.0)
@@ -71,46 +74,62 @@ class Consumer(NamedTuple):
     positions: Any
     gains: Any
 
-    def plain(self, state: State) -> State:
-        """Add all unmasked blocks, at least one."""
+    def plain(self, state: State, gains: Gains) -> State:
+        """Add all unmasked blocks, at least one; `gains` are those of the first."""
+        carry = state, gains
         if self.config.turns:
-            return prefill_turns.attend(self, state)
+            return prefill_turns.attend(self, carry)
         if not self.config.overlap:
-            return lax.fori_loop(0, self.item.plain, self._plain_step, state)
+            return lax.fori_loop(0, self.item.plain, self._plain_step, carry)[0]
         last = self.item.plain - 1
-        carry = (state, self.scores(jnp.int32(0)))
-        state, scores = lax.fori_loop(0, last, self._overlapped_step, carry)
-        return self._add_block(last, state, scores)
+        first = carry, self.scores(jnp.int32(0))
+        (state, gains), scores = lax.fori_loop(0, last, self._overlapped_step, first)
+        return self._add_block(last, state, gains, scores)
 
-    def masked(self, step: Array, state: State, *, mixed: bool) -> State:
+    def masked(self, step: Array, carry: tuple[State, Gains], *, mixed: bool) -> tuple[State, Gains]:
         """Add one block in which visibility and (if `mixed`) rank differ between keys.
 
         With two ranks, or near keys alone, 64 keys are processed at a time: spilled registers would slow down
         every step.
         """
-        g, slot = self.g, self._slot(step)
-        width = ROWS if g.two_ranks or g.keys == "near" else self.config.block_kv
+        g, slot, width = self.g, self._slot(step), self._masked_width
+        following = self.masked_gains(step + 1)
         for name in ["k_ready", "v_ready"]:
             plgpu.barrier_wait(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_wait(self.smem["tail_ready"])
-        first_key, at_sinks = self.item.block(g, step) * self.config.block_kv, self.item.at_sinks(step)
-        if g.keys == "near":
-            first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
+        first_key, at_sinks = self._masked_keys(step)
 
-        def part(i: Array, state: State) -> State:
+        def part(i: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
-            return self._masked_part(state, slot, rows, first_key + i * width, at_sinks, mixed)
+            key, (state, gains) = first_key + i * width, carry
+            ahead = gains if width == self.config.block_kv else self._gains(key + width, width)
+            return self._masked_part(state, gains, slot, rows, key, at_sinks, mixed), ahead
 
-        parts: tuple[Any, Any] = (0, self.config.block_kv // width)
-        if g.keys == "near":
-            parts = self._seen_parts(first_key, at_sinks)
-        state = lax.fori_loop(*parts, part, state)
+        state, _ = lax.fori_loop(*self._parts(first_key, at_sinks), part, carry)
         for name in ["k_free", "v_free"]:
             plgpu.barrier_arrive(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_arrive(self.smem["tail_free"])
-        return state
+        return state, following
+
+    @property
+    def _masked_width(self) -> int:
+        """Keys that are processed at a time where visibility differs."""
+        return ROWS if self.g.two_ranks or self.g.keys == "near" else self.config.block_kv
+
+    def _masked_keys(self, step: Array) -> tuple[Array, Array]:
+        """Return the position of a masked block's first key, and whether the block has sinks alone."""
+        first_key, at_sinks = self.item.block(self.g, step) * self.config.block_kv, self.item.at_sinks(step)
+        if self.g.keys == "near":
+            first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
+        return first_key, at_sinks
+
+    def _parts(self, first_key: Array, at_sinks: Array) -> tuple[Any, Any]:
+        """Return the range of a masked block's parts that queries of this warpgroup see."""
+        if self.g.keys == "near":
+            return self._seen_parts(first_key, at_sinks)
+        return 0, self.config.block_kv // self._masked_width
 
     def _seen_parts(self, first_key: Array, at_sinks: Array) -> tuple[Array, Array]:
         """Return the range of a block's parts of 64 near keys that queries of this warpgroup see.
@@ -126,7 +145,14 @@ class Consumer(NamedTuple):
         return jnp.where(at_sinks, 0, begin), jnp.where(at_sinks, 1, end)
 
     def _masked_part(
-        self, state: State, slot: Array, part: Any, first_key: Array, at_sinks: Array, mixed: bool
+        self,
+        state: State,
+        gains: Gains,
+        slot: Array,
+        part: Any,
+        first_key: Array,
+        at_sinks: Array,
+        mixed: bool,
     ) -> State:
         g, smem, width = self.g, self.smem, part.size
         q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
@@ -149,8 +175,8 @@ class Consumer(NamedTuple):
                 scores = scores + jnp.where(near(t, j), _product(q_tail), 0.0)
         else:
             scores = _product((q, k), *([q_tail] if q_tail is not None else []))
-        scores = self.with_gains(scores, first_key)
-        p, state = self._weighed(state, jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf))
+        scores = jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf)
+        p, state = self._weighed(state, gains, scores)
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if state.tail is not None:
             if mixed:
@@ -189,19 +215,23 @@ class Consumer(NamedTuple):
         last = jnp.minimum(t, pick(g.sinks - 1, never))
         return (first <= j) & (j <= last)
 
-    def _plain_step(self, step: Array, state: State) -> State:
-        return self._add_block(step, state, self.scores(step))
+    def _plain_step(self, step: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
+        ahead = self.plain_gains(step + 1)
+        return self._add_block(step, *carry, self.scores(step)), ahead
 
-    def _overlapped_step(self, step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+    def _overlapped_step(
+        self, step: Array, carry: tuple[tuple[State, Gains], Array]
+    ) -> tuple[tuple[State, Gains], Array]:
         """Add the block whose scores are ready while the tensor cores compute the next block's scores.
 
         The waits come first. After them the next product is issued as soon as registers are free: no branch
         may lie between it and the weights of this block.
         """
-        (state, scores), slot, ahead = carry, self._slot(step), self._slot(step + 1)
+        ((state, gains), scores), slot, ahead = carry, self._slot(step), self._slot(step + 1)
+        next_gains = self.plain_gains(step + 1)
         plgpu.barrier_wait(self.smem["k_ready"].at[ahead])
         plgpu.barrier_wait(self.smem["v_ready"].at[slot])
-        p, state = self._weighed(state, scores)
+        p, state = self._weighed(state, gains, scores)
         p = p.astype(self.dtype)
 
         def body(next_scores: Any) -> tuple[State, Array]:
@@ -212,62 +242,64 @@ class Consumer(NamedTuple):
         state, scores = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
         plgpu.barrier_arrive(self.smem["k_free"].at[ahead])
         plgpu.barrier_arrive(self.smem["v_free"].at[slot])
-        return state, self.with_gains(scores, self._first_key(step + 1))
+        return (state, next_gains), scores
 
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.config.stages))
 
     @property
     def factor(self) -> float:
-        """Factor that turns results of `scores` into base-2 scores; scores with gains are in base 2."""
-        return self.g.scale * LOG2_E if self.gains is None else 1.0
+        """Factor that turns products into base-2 scores."""
+        return self.g.scale * LOG2_E
 
-    def with_gains(self, scores: Array, first_key: Array) -> Array:
-        """Return products [ROWS, width] of keys from position `first_key` on with the gains of their blocks.
+    def plain_gains(self, step: Array) -> Gains:
+        """Start to load the gains of an unmasked block, which no step needs before the next."""
+        first_key = self.item.block(self.g, step) * self.config.block_kv
+        if self.g.keys == "near":
+            first_key = first_key + self.item.base
+        return self._gains(first_key, self.config.block_kv)
 
-        The result is in base 2. Without gains the products are unchanged.
-        """
+    def masked_gains(self, step: Array) -> Gains:
+        """Start to load the gains of the first part of a masked block that this warpgroup sees."""
         if self.gains is None:
-            return scores
-        b, head, rows = self.item.b, self.item.head, self._rows_of_gains()
+            return ()
+        first_key, at_sinks = self._masked_keys(step)
+        width = self._masked_width
+        return self._gains(first_key + self._parts(first_key, at_sinks)[0] * width, width)
+
+    def _gains(self, first_key: Array, width: int) -> Gains:
+        """Load what base-2 scores of `width` keys from position `first_key` on gain, if there are gains."""
+        if self.gains is None:
+            return ()
         block, last = lax.div(first_key, jnp.int32(GAIN_BLOCK)), jnp.int32(self.gains.shape[2] - 1)
-        parts = []
-        for i in range(scores.shape[1] // GAIN_BLOCK):
-            source = self.gains.at[b, head, jnp.minimum(block + i, last), rows]
-            part = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            parts.append(lax.broadcast_in_dim(part * LOG2_E, scores.shape, [0]))
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        gains = parts[0]
-        for i, part in enumerate(parts[1:], 1):
-            gains = jnp.where(column < i * GAIN_BLOCK, gains, part)
-        return scores * (self.g.scale * LOG2_E) + gains
+        blocks = [
+            self.gains.at[self.item.b, self.item.head, jnp.clip(block + i, 0, last)]
+            for i in range(width // GAIN_BLOCK)
+        ]
+        column, rows = plgpu.Layout.WGMMA.reduce(1), self._rows_of_gains()
+        return tuple(plgpu.load(x.at[rows], layout=column, optimized=False) * LOG2_E for x in blocks)
 
     def _rows_of_gains(self) -> Any:
         """Return the rows of this warpgroup's queries, or the last rows if it has no queries."""
         first = jnp.minimum(self.item.row + self.wg * ROWS, self.gains.shape[3] - ROWS)
         return pl.ds(pl.multiple_of(first, 8), ROWS)
 
-    def _first_key(self, step: Array) -> Array:
-        """Return the position of the first key of an unmasked block."""
-        first = self.item.block(self.g, step) * self.config.block_kv
-        return first + self.item.base if self.g.keys == "near" else first
-
     def scores(self, step: Array) -> Array:
-        """Return the scores of an unmasked block, which `factor` turns into base-2 scores."""
+        """Return the products of an unmasked block, which `factor` turns into base-2 scores."""
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["k_ready"].at[slot])
         scores = _product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
         plgpu.barrier_arrive(self.smem["k_free"].at[slot])
-        return self.with_gains(scores, self._first_key(step))
+        return scores
 
-    def _weighed(self, state: State, scores: Array) -> tuple[Array, State]:
+    def _weighed(self, state: State, gains: Gains, scores: Array) -> tuple[Array, State]:
         """Return the weights of a block, and the state with their sums."""
-        state = raised(state, scores, self.factor)
-        p = weights(state, scores, self.factor)
+        state = raised(state, scores, self.factor, gains)
+        p = weights(state, scores, self.factor, gains)
         return p, state._replace(l=sum(lanes(p), state.l))
 
-    def _add_block(self, step: Array, state: State, scores: Array) -> State:
-        p, state = self._weighed(state, scores)
+    def _add_block(self, step: Array, state: State, gains: Gains, scores: Array) -> State:
+        p, state = self._weighed(state, gains, scores)
         return self.add_values(step, state, p.astype(self.dtype))
 
     def add_values(self, step: Array, state: State, p: Array) -> State:

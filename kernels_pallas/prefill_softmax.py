@@ -26,6 +26,10 @@ _SLACK = 8.0
 """Powers of two by which a score may exceed the maximum that its weight is relative to; float16 allows 16."""
 
 
+type Gains = tuple[Array, ...]
+"""What base-2 scores gain in equal ranges of a block's columns, each [ROWS]; empty without gains."""
+
+
 class State(NamedTuple):
     """Running result of 64 queries.
 
@@ -52,13 +56,16 @@ def empty(width: int) -> State:
     return State(zeros(width), None, filled((ROWS,), NEVER, column), zeros(LANES))
 
 
-def raised(state: State, scores: Array, factor: float) -> State:
-    """Return the state relative to a maximum that scores · factor exceed by at most the slack."""
-    highest = functools.reduce(jnp.maximum, lanes(scores))
-    over = highest * factor - lax.broadcast_in_dim(state.m + _SLACK, highest.shape, [0])
+def raised(state: State, scores: Array, factor: float, gains: Gains) -> State:
+    """Return the state relative to a maximum that base-2 scores exceed by at most the slack.
+
+    Base-2 scores are scores · factor, and what they gain.
+    """
+    highest = _highest(scores, factor, gains)
+    over = highest - lax.broadcast_in_dim(state.m + _SLACK, highest.shape, [0])
 
     def raise_() -> State:
-        m = jnp.maximum(state.m, highest.max(axis=1) * factor)
+        m = jnp.maximum(state.m, highest.max(axis=1))
         alpha = jnp.exp2(state.m - m)
         tail = None if state.tail is None else scaled(state.tail, alpha)
         return State(scaled(state.acc, alpha), tail, m, scaled(state.l, alpha))
@@ -66,9 +73,27 @@ def raised(state: State, scores: Array, factor: float) -> State:
     return lax.cond(_any_positive(over), raise_, lambda: state)
 
 
-def weights(state: State, scores: Array, factor: float) -> Array:
+def _highest(scores: Array, factor: float, gains: Gains) -> Array:
+    """Return the largest base-2 score of each thread's columns, [ROWS, LANES]."""
+    parts = lanes(scores)
+    count = max(1, len(gains))
+    width = len(parts) // count
+    groups = [
+        functools.reduce(jnp.maximum, parts[i * width : (i + 1) * width]) * factor for i in range(count)
+    ]
+    more = [lax.broadcast_in_dim(gain, groups[0].shape, [0]) for gain in gains]
+    return functools.reduce(jnp.maximum, map(jnp.add, groups, more) if more else groups)
+
+
+def weights(state: State, scores: Array, factor: float, gains: Gains) -> Array:
     """Return the weights of a block's keys in float32, relative to the state's maximum."""
-    return jnp.exp2(scores * factor - lax.broadcast_in_dim(state.m, scores.shape, [0]))
+    if not gains:
+        return jnp.exp2(scores * factor - lax.broadcast_in_dim(state.m, scores.shape, [0]))
+    rows, columns = scores.shape
+    shape = rows, columns // len(gains)
+    # The same registers for all columns of a gain: no column costs an instruction.
+    lowered = [lax.broadcast_in_dim(state.m - gain, shape, [0]) for gain in gains]
+    return jnp.exp2(scores * factor - lax.concatenate(lowered, 1))
 
 
 def lanes(block: Array) -> list[Array]:

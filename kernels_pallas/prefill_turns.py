@@ -21,20 +21,21 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.prefill_softmax import LANES, State, lanes, raised, weights
+from kernels_pallas.prefill_softmax import LANES, Gains, State, lanes, raised, weights
 
 _FIRST_BARRIER = 8
 """First of the hardware's 16 named barriers used for turns; the compiler uses lower numbers."""
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def attend(c: Any, state: State) -> State:
+def attend(c: Any, carry: tuple[State, Gains]) -> State:
     """Add all unmasked blocks, at least one, with consumer `c`; they must come first.
 
     All warpgroups of the CTA call this function for the same number of blocks: each turn passed on is taken.
+    `carry` has the gains of the first block.
     """
-    pl.when(c.wg == c.config.warpgroups - 1)(lambda: _hand_on(c, state.l))
-    state = lax.fori_loop(0, c.item.plain, functools.partial(_step, c), state)
+    pl.when(c.wg == c.config.warpgroups - 1)(lambda: _hand_on(c, carry[0].l))
+    state = lax.fori_loop(0, c.item.plain, functools.partial(_step, c), carry)[0]
 
     @pl.when(c.wg == 0)  # Takes the turn that was passed on last.
     def _() -> None:
@@ -43,17 +44,18 @@ def attend(c: Any, state: State) -> State:
     return state
 
 
-def _step(c: Any, step: Array, state: State) -> State:
+def _step(c: Any, step: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
     """Add one block to the state; the maximum is raised, if necessary, before the turn."""
+    (state, gains), ahead = carry, c.plain_gains(step + 1)
     scores, factor = c.scores(step), c.factor
-    state = raised(state, scores, factor)
+    state = raised(state, scores, factor, gains)
     state = state._replace(m=_take_turn(c, state.m))
-    p, l = weights(state, scores, factor), state.l
+    p, l = weights(state, scores, factor, gains), state.l
     for i, part in enumerate(lanes(p), 1):
         l = l + part
         if i * LANES == c.config.turns:
             _hand_on(c, l)
-    return c.add_values(step, state._replace(l=l), p.astype(c.dtype))
+    return c.add_values(step, state._replace(l=l), p.astype(c.dtype)), ahead
 
 
 def _take_turn(c: Any, m: Array) -> Array:
