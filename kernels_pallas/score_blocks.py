@@ -2,8 +2,10 @@
 
     grid: (tiles of tokens · tiles of blocks, N, B); one program has the tokens of one block of positions
 
-A query head and block cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A
-program whose blocks all come after its tokens exits.
+A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
+rotary embedding. Products are turned from the center of the block to each position. A query head and block
+then cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A program whose
+blocks all come after its tokens exits.
 
 Scores are relative to the block of the query's own position. So nearly all terms are small, although the mean
 is large, and the products of slow coordinates lose no digits. `zdc_jax.ops.shift` explains the mathematics.
@@ -35,18 +37,24 @@ EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def score_blocks(
-    products: Float[Array, "B T N H"],
+    q: Float[Array, "B T N H"],
+    mean: Float[Array, "K H"],
+    in_block: Float[Array, "64 H"],
     turns: Float[Array, "blocks H"],
     starts: Int[Array, " B"],
     *,
     scale: float,
     interpret: bool = False,
 ) -> Float[Array, "B N blocks T"]:
-    """Return scale · products[t] · turns[d] for each block, where d is its distance from the block of t.
+    """Return scale · q·m̄ · in_block[t] · turns[d] for each block, d blocks away from that of t.
+
+    Factors are complex: real parts of all pairs come first, then imaginary parts. The real part is returned.
 
     Args:
-      products: for each pair of coordinates the real parts, then the imaginary parts, float32.
-      turns: factors of the products for distances of 0, 1, … blocks, float32. Those of distance 0 are zeros.
+      q: queries before the rotary embedding, in a float dtype.
+      mean: mean m of the keys before the rotary embedding, float32.
+      in_block: turns from the center of a block to each of its positions, float32.
+      turns: factors for distances of 0, 1, … blocks, conjugated, float32. Those of distance 0 are zeros.
       starts: position of the first query of each sequence, int32; others follow.
       scale: factor on the scores.
       interpret: whether to run on any device, slowly.
@@ -59,32 +67,37 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(products, turns, starts)
-    B, T, N, _ = products.shape
+    check_score_blocks(q, mean, in_block, turns, starts)
+    B, T, N, _ = q.shape
     blocks = turns.shape[0]
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     precision = lax.Precision.HIGHEST if interpret else EXACT
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, T=T, precision=precision),
+        functools.partial(_kernel, scale=scale, precision=precision),
         out_shape=jax.ShapeDtypeStruct((B, N, blocks, T), jnp.float32),
         grid=(tiles * pl.cdiv(blocks, BLOCKS), N, B),
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_score_blocks",
-    )(starts.astype(jnp.int32), products, turns)
+    )(starts.astype(jnp.int32), q, mean, in_block, turns)
 
 
-def check_score_blocks(products: Shaped, turns: Shaped, starts: Shaped) -> None:
+def check_score_blocks(q: Shaped, mean: Shaped, in_block: Shaped, turns: Shaped, starts: Shaped) -> None:
     """Check the arguments of `score_blocks`; errors are those it documents."""
     common.check_device()
     check_back_end()
-    common.check_shape("products", products, (None,) * 4, "B, T, N, H")
-    B, T, N, H = products.shape
+    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    B, T, N, H = q.shape
+    common.check_shape("mean", mean, (None, H), "K, H")
+    common.check_groups(N, mean.shape[0])
+    common.check_shape("in_block", in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
     common.check_shape("turns", turns, (None, H), "blocks, H")
     common.check_integers("starts", starts, (B,), "B")
     common.check_sizes(B=B, T=T, N=N, blocks=turns.shape[0])
-    for name, x in (("products", products), ("turns", turns)):
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
+    for name, x in (("mean", mean), ("in_block", in_block), ("turns", turns)):
         if x.dtype != jnp.float32:
             raise ValueError(f"{name} has dtype {x.dtype}: must be float32")
     if H % 2 or H < 2:
@@ -94,11 +107,21 @@ def check_score_blocks(products: Shaped, turns: Shaped, starts: Shaped) -> None:
 
 
 def _kernel(
-    starts_ref: Any, products_ref: Any, turns_ref: Any, out_ref: Any, *, scale: float, T: int, precision: Any
+    starts_ref: Any,
+    q_ref: Any,
+    mean_ref: Any,
+    in_block_ref: Any,
+    turns_ref: Any,
+    out_ref: Any,
+    *,
+    scale: float,
+    precision: Any,
 ) -> None:
+    T, N = q_ref.shape[1:3]
     blocks, H = turns_ref.shape
     half, padded = H // 2, max(16, pl.next_power_of_2(H // 2))
     n, b = pl.program_id(1), pl.program_id(2)
+    kv = lax.div(n, jnp.int32(N // mean_ref.shape[0]))
     across = jnp.int32(pl.cdiv(blocks, BLOCKS))
     tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * BLOCKS
     start = starts_ref[b]
@@ -108,16 +131,25 @@ def _kernel(
     columns = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
 
     def load_pair(ref: Any, rows: tuple[Any, ...], there: Array) -> list[Array]:
-        """Load the real and the imaginary parts of rows, [rows, padded] each."""
+        """Load the real and the imaginary parts of rows, float32 [rows, padded] each."""
         mask = there & (columns < half)
-        return [plt.load(ref.at[*rows, columns + i * half], mask=mask, other=0.0) for i in (0, 1)]
+        parts = (plt.load(ref.at[*rows, columns + i * half], mask=mask, other=0.0) for i in (0, 1))
+        return [part.astype(jnp.float32) for part in parts]
 
-    def turns() -> list[Array]:
+    def load_turns() -> list[Array]:
         return load_pair(turns_ref, (distance[:, None],), (block < blocks)[:, None])
 
+    def load_products(token: Array, there: Array) -> list[Array]:
+        """Return the products of queries with the mean, at their positions in the block."""
+        always = columns >= 0
+        (q1, q2), (m1, m2) = load_pair(q_ref, (b, token, n), there), load_pair(mean_ref, (kv,), always)
+        cos, sin = load_pair(in_block_ref, (lax.rem(start + token, jnp.int32(GAIN_BLOCK)),), there)
+        real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+        return [real * cos - imaginary * sin, imaginary * cos + real * sin]
+
     if T == 1:
-        parts = zip(turns(), load_pair(products_ref, (b, 0, n), columns >= 0), strict=True)
-        score = functools.reduce(jnp.add, ((turn * product).sum(1) for turn, product in parts))
+        pairs = zip(load_turns(), load_products(jnp.zeros((1, 1), jnp.int32), columns >= 0), strict=True)
+        score = functools.reduce(jnp.add, ((turn * product).sum(1) for turn, product in pairs))
         plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
@@ -125,12 +157,12 @@ def _kernel(
 
     @pl.when(first_block <= own)
     def _() -> None:
-        parts = zip(turns(), load_pair(products_ref, (b, token[:, None], n), there[:, None]), strict=True)
+        pairs = zip(load_turns(), load_products(token[:, None], there[:, None]), strict=True)
         score = functools.reduce(
             jnp.add,
             (
                 lax.dot_general(turn, product, (((1,), (1,)), ((), ())), precision=precision)
-                for turn, product in parts
+                for turn, product in pairs
             ),
         )
         mask = (block < blocks)[:, None] & there[None]

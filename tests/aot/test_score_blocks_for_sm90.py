@@ -8,7 +8,7 @@ from compiled import device
 
 from kernels_pallas import score_blocks
 
-N, H, BLOCKS = 12, 128, 130
+N, K, H, BLOCKS = 12, 2, 128, 130
 
 
 @pytest.mark.aot
@@ -19,10 +19,11 @@ def test_writes_scores_alone(T):
     def shape(*dims, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
-    def score(products, turns, starts):
-        return score_blocks(products, turns, starts, scale=0.1)
+    def score(*given):
+        return score_blocks(*given, scale=0.1)
 
-    given = shape(1, T, N, H), shape(BLOCKS, H), shape(1, dtype=jnp.int32)
+    queries = shape(1, T, N, H, dtype=jnp.bfloat16)
+    given = queries, shape(K, H), shape(64, H), shape(BLOCKS, H), shape(1, dtype=jnp.int32)
     with on_abstract_h200():
         compiled = jax.jit(score).trace(*given).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()

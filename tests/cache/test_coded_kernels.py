@@ -121,7 +121,7 @@ def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None
     keys = k if isinstance(k, NewKeys) else NewKeys(k)
     if shifted:
         mean = 3 * jnp.asarray(np.random.default_rng(8).normal(size=(K, H)), jnp.float32)
-        keys = keys._replace(shift=ShiftedQueries.of(q, positions, mean, FREQUENCIES))
+        keys = keys._replace(shift=ShiftedQueries(q, positions, mean, FREQUENCIES))
     return spec.attend(state, q, keys, v, positions, end, aux, call)
 
 

@@ -21,6 +21,7 @@ from zdc_jax.ops.shift import (
     BLOCK,
     CENTER,
     ShiftedQueries,
+    _all_turns_in_block,
     _turns_between_blocks,
     damping,
     mean_keys,
@@ -62,7 +63,7 @@ def test_scores_equal_float64_at_every_position(start):
     assert float(jnp.abs(stored).max()) < 100  # What is left has the size of the other keys.
     # The rotary embedding is that of the cache, in float64, so that its own rounding does not count.
     left = np.einsum("BTKGH,BSKH->BKGTS", q.reshape(1, T, 2, 2, 128), turned(np.float64(stored), slots[None]))
-    shift = ShiftedQueries.of(jnp.float32(raw_q), jnp.int32(positions), jnp.float32(mean), FREQUENCIES)
+    shift = ShiftedQueries(jnp.float32(raw_q), jnp.int32(positions), jnp.float32(mean), FREQUENCIES)
     gains = of_slots(shift.block_scores(S, 128**-0.5), jnp.int32(slots), 2)
     error = left / 128**0.5 + np.float64(gains) - want
     assert np.abs(error - error.mean(-1, keepdims=True)).max() < 0.01
@@ -261,10 +262,10 @@ def test_the_kernel_scores_blocks_as_xla_does(H, T):
     mean = jnp.float32(rng.normal(size=(2, H)) * 20)
     q = jnp.float32(rng.normal(size=(2, T, 4, H)))
     positions = jnp.int32(starts[:, None] + np.arange(T))
-    shift = ShiftedQueries.of(q, positions, mean, frequencies)
+    shift = ShiftedQueries(q, positions, mean, frequencies)
     want = np.asarray(shift.block_scores(blocks * BLOCK, 0.1))
-    turns = _turns_between_blocks(frequencies, blocks)
-    scores = score_blocks(shift.products, turns, jnp.int32(starts), scale=0.1, interpret=True)
+    tables = mean, _all_turns_in_block(-frequencies), _turns_between_blocks(frequencies, blocks)
+    scores = score_blocks(q, *tables, jnp.int32(starts), scale=0.1, interpret=True)
     found = np.asarray(scores.transpose(0, 3, 1, 2))
     seen = np.arange(blocks) <= np.asarray(positions)[..., None] // BLOCK
     seen = np.broadcast_to(seen[:, :, None], want.shape)
@@ -281,7 +282,7 @@ def test_the_kernel_scores_blocks_on_the_device(start, T):
     mean = qwen_like_mean(rng)
     q = rng.normal(size=(1, T, 4, 128)) * 3
     positions = jnp.int32(start + np.arange(T)[None])
-    shift = ShiftedQueries.of(jnp.float32(q), positions, jnp.float32(mean), FREQUENCIES)
+    shift = ShiftedQueries(jnp.float32(q), positions, jnp.float32(mean), FREQUENCIES)
     found = np.asarray(shift.block_scores(blocks * BLOCK, 128**-0.5, on_kernel=True))
     # Float64 scores of single keys at the centers of blocks.
     centers = np.arange(blocks) * BLOCK + CENTER

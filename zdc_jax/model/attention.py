@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         q, k, v = self._project_raw(x, positions)
         shift = None
         if self.k_mean is not None:
-            shift = ShiftedQueries.of(q, positions, self.k_mean[...], self._rope_frequencies())
+            shift = ShiftedQueries(q, positions, self.k_mean[...], self._rope_frequencies())
         if self.frequencies is not None:
             per_head = self.frequencies[...]
             per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)

@@ -66,37 +66,36 @@ def without_mean(
 
 
 class ShiftedQueries(NamedTuple):
-    """Queries as the scores of blocks need them: products with the mean m, in float32.
+    """Queries as the scores of blocks need them.
 
     Attributes:
-      products: for each pair of coordinates the real and the imaginary part of q·m̄, in the order of the
-        rotary embedding, [B, T, N, H]. They are turned from the center of the query's block to its position.
+      q: queries before the rotary embedding, [B, T, N, H].
       positions: position of each query, [B, T].
+      mean: mean m of the keys before the rotary embedding, [K, H].
       frequencies: rotary frequencies, float64 [H/2].
     """
 
-    products: Array
+    q: Array
     positions: Array
+    mean: Array
     frequencies: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        mean: Float[Array, "K H"],
-        frequencies: Float[np.ndarray, " h"],
-    ) -> "ShiftedQueries":
-        """Create them from queries before the rotary embedding."""
-        m1, m2 = jnp.split(jnp.repeat(mean.astype(jnp.float32), q.shape[2] // len(mean), axis=0), 2, axis=-1)
-        q1, q2 = jnp.split(q.astype(jnp.float32), 2, axis=-1)
-        cos, sin = _turns_in_block(-frequencies, positions)
-        a, b = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-        return cls(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), positions, frequencies)
 
     def each(self, change: Callable[[Array], Array]) -> "ShiftedQueries":
         """Apply `change` to the arrays that have a token axis."""
-        return self._replace(products=change(self.products), positions=change(self.positions))
+        return self._replace(q=change(self.q), positions=change(self.positions))
+
+    @property
+    def products(self) -> Float[Array, "B T N H"]:
+        """Products q·m̄ with the mean, turned from the center of each query's block to its position.
+
+        Real parts of all pairs of coordinates come first, then imaginary parts, in float32.
+        """
+        groups = self.q.shape[2] // len(self.mean)
+        m1, m2 = jnp.split(jnp.repeat(self.mean.astype(jnp.float32), groups, axis=0), 2, axis=-1)
+        q1, q2 = jnp.split(self.q.astype(jnp.float32), 2, axis=-1)
+        cos, sin = _turns_in_block(-self.frequencies, self.positions)
+        a, b = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def block_scores(
         self, slots: int, scale: float, *, on_kernel: bool = False
@@ -112,30 +111,53 @@ class ShiftedQueries(NamedTuple):
           on_kernel: whether a kernel may compute them, where it can; positions must then be consecutive.
         """
         turns = _turns_between_blocks(self.frequencies, -(-slots // BLOCK))
-        if on_kernel and self._kernel_refusal(turns) is None:
-            scores = score_blocks(self.products, turns, self.positions[:, 0], scale=scale)
+        tables = self.mean.astype(jnp.float32), _all_turns_in_block(-self.frequencies), turns
+        if on_kernel and self._kernel_refusal(*tables) is None:
+            scores = score_blocks(self.q, *tables, self.positions[:, 0], scale=scale)
             return scores.transpose(0, 3, 1, 2)
-        own = self.positions // BLOCK
-        scores = scale * jnp.einsum(
-            "BTNH,dH->BTNd", self.products, turns, precision=jax.lax.Precision.HIGHEST
-        )
-        distances = jnp.clip(own[..., None] - jnp.arange(len(turns)), 0, len(turns) - 1)
-        return jnp.take_along_axis(scores, distances[:, :, None], axis=-1)
+        return score_products(self.products, turns, self.positions, scale=scale)
 
-    def _kernel_refusal(self, turns: Array) -> str | None:
+    def _kernel_refusal(self, mean: Array, in_block: Array, turns: Array) -> str | None:
         """Return why the kernel cannot run, or None."""
-        # Caches of other dtypes do not run on kernels either, but the products are always float32.
-        q = jax.ShapeDtypeStruct(self.products.shape, jnp.bfloat16)
-        return device_refusal(q) or score_blocks_refusal(self.products, turns, self.positions[:, 0])
+        # Caches of other dtypes do not run on kernels either.
+        q = jax.ShapeDtypeStruct(self.q.shape, jnp.bfloat16)
+        return device_refusal(q) or score_blocks_refusal(self.q, mean, in_block, turns, self.positions[:, 0])
+
+    def scores_of_heads(
+        self, products: Float[Array, "B S n H"], scale: float
+    ) -> Float[Array, "B S n blocks"]:
+        """Return the block scores of some heads from the `products` of all S positions, the slots."""
+        B, S = products.shape[:2]
+        turns = _turns_between_blocks(self.frequencies, -(-S // BLOCK))
+        return score_products(products, turns, jnp.broadcast_to(jnp.arange(S), (B, S)), scale=scale)
+
+
+def score_products(
+    products: Float[Array, "B T N H"],
+    turns: Float[Array, "blocks H"],
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+) -> Float[Array, "B T N blocks"]:
+    """Return block scores from `ShiftedQueries.products` and the `turns` of all distances, on XLA."""
+    scores = scale * jnp.einsum("BTNH,dH->BTNd", products, turns, precision=jax.lax.Precision.HIGHEST)
+    own = positions // BLOCK
+    distances = jnp.clip(own[..., None] - jnp.arange(len(turns)), 0, len(turns) - 1)
+    return jnp.take_along_axis(scores, distances[:, :, None], axis=-1)
+
+
+def _all_turns_in_block(frequencies: Float[np.ndarray, " h"]) -> Float[Array, "64 2*h"]:
+    """Return cosines, then sines, of the turn from each position of a block to its center, in float32."""
+    angles = np.multiply.outer(CENTER - np.arange(BLOCK), frequencies)
+    return jnp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], -1), jnp.float32)
 
 
 def _turns_in_block(
     frequencies: Float[np.ndarray, " h"], positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
     """Return cosines and sines of the turn from each position to the center of its block."""
-    angles = np.multiply.outer(CENTER - np.arange(BLOCK), frequencies)
-    offset = positions % BLOCK
-    cos, sin = (jnp.asarray(x, jnp.float32)[offset][:, :, None] for x in (np.cos(angles), np.sin(angles)))
+    turns = _all_turns_in_block(frequencies)[positions % BLOCK]
+    cos, sin = jnp.split(turns[:, :, None], 2, axis=-1)
     return cos, sin
 
 

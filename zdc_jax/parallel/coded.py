@@ -147,7 +147,7 @@ def _attend_far(
     sent += [AS_IS] * len(products)
     parts = (q, *flat, *products)
     for heads, *arrived in scatter_head_groups(parts, SEQUENCE, sent, groups, overlapped=near):
-        scores = block_scores_of(shift, [arrived.pop() for _ in products], heads.shape[1], call.scale)
+        scores = block_scores_of(shift, [arrived.pop() for _ in products], call.scale)
         (B, T), own = heads.shape[:2], spec.on_heads(arrived[0].shape[2])
         like = jax.tree.leaves(jax.eval_shape(lambda B=B, T=T, own=own: own.create_far(B, T)))
         slots = [_arrange_by_slot(x, leaf) for x, leaf in zip(arrived, like, strict=True)]

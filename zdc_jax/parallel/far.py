@@ -94,7 +94,7 @@ class FarKeys:
         Returns:
           The output, and its log-sum-exp if near keys are left out, else None.
         """
-        scores = block_scores_of(self.shift, sent, q.shape[1], self.scale)
+        scores = block_scores_of(self.shift, sent, self.scale)
         if self.are_all:
             options: dict[str, Any] = {"scale": self.scale, "implementation": self.implementation}
             return self_attention(q, k, v, block_scores=scores, **options)[0], None
@@ -123,22 +123,18 @@ class FarKeys:
         )
 
 
-def block_scores_of(
-    shift: ShiftedQueries | None, sent: Sequence[Array], length: int, scale: float
-) -> Array | None:
+def block_scores_of(shift: ShiftedQueries | None, sent: Sequence[Array], scale: float) -> Array | None:
     """Return the block scores of all queries of some heads, whose products with the mean were exchanged.
 
     Args:
       shift: shift of the device's own tokens, or None.
       sent: products [B, T, n, H] of all tokens as they arrived; empty without a shift.
-      length: number of tokens T.
       scale: factor on the scores.
     """
     if shift is None:
         return None
     (products,) = sent
-    positions = jnp.broadcast_to(jnp.arange(length), products.shape[:2])
-    return shift._replace(products=products, positions=positions).block_scores(length, scale)
+    return shift.scores_of_heads(products, scale)
 
 
 def near_set(
