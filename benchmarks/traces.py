@@ -62,10 +62,20 @@ def read_kernels(path: Path) -> list[Kernel]:
     return sorted(found, key=lambda kernel: kernel.begin)
 
 
+def waits_ns(kernels: list[Kernel]) -> list[float]:
+    """Return the nanoseconds before each kernel in which none ran.
+
+    `kernels` are in the order of their begin.
+    """
+    waits, reached = [], kernels[0].begin if kernels else 0.0
+    for kernel in kernels:
+        waits.append(max(0.0, kernel.begin - reached))
+        reached = max(reached, kernel.end)
+    return waits
+
+
 def busy_ns(kernels: list[Kernel]) -> float:
     """Return the nanoseconds in which at least one kernel ran; `kernels` are in the order of their begin."""
-    busy, reached = 0.0, float("-inf")
-    for kernel in kernels:
-        busy += max(0.0, kernel.end - max(reached, kernel.begin))
-        reached = max(reached, kernel.end)
-    return busy
+    if not kernels:
+        return 0.0
+    return max(kernel.end for kernel in kernels) - kernels[0].begin - sum(waits_ns(kernels))

@@ -5,7 +5,8 @@
 Each length and batch is timed first, without a profiler: seconds to the first token and per output token.
 Then two calls are traced: one that generates a single token, which is the profile of the prompt, and one
 that generates `--tokens` more. What the second adds is divided by its tokens. `waits_ms` is the time between
-the first and the last kernel in which none ran, such as while the host prepared the next launch.
+the first and the last kernel in which none ran, such as while the host prepared the next launch;
+`longest_waits` has them by the kernel that ended them.
 
 The loop over tokens is one CUDA graph, whose kernels a trace does not show. To see them, set
 `XLA_FLAGS=--xla_gpu_enable_command_buffer=`, which makes tokens slower.
@@ -23,7 +24,7 @@ import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.model.bench_generate import draw_prompts
-from benchmarks.traces import Kernel, busy_ns, trace_kernels
+from benchmarks.traces import Kernel, busy_ns, trace_kernels, waits_ns
 from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.presets import resolve_plan
@@ -98,23 +99,28 @@ def summarize(kernels: list[Kernel]) -> dict[str, Any]:
     """Return milliseconds and number of kernels by kind, and the longest kernels by name and operation."""
     kinds: defaultdict[str, float] = defaultdict(float)
     longest: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for kernel in kernels:
+    for kernel, wait in zip(kernels, waits_ns(kernels), strict=True):
         kinds[find_kind(kernel)] += 1e-6 * kernel.duration
         part = f"{kernel.name} {shorten(kernel.operation)}".strip()
         longest[part] += kernel.duration
+        waits[part] += wait
         counts[part] += 1
-    busy = 1e-6 * busy_ns(kernels)
-    span = 1e-6 * (max(each.end for each in kernels) - kernels[0].begin) if kernels else 0.0
+
+    def most(spent: Counter[str]) -> list[dict[str, Any]]:
+        return [
+            {"part": part, "ms": 1e-6 * ns, "kernels": counts[part]}
+            for part, ns in spent.most_common(LONGEST)
+        ]
+
     return {
-        "busy_ms": busy,
-        "waits_ms": span - busy,
+        "busy_ms": 1e-6 * busy_ns(kernels),
+        "waits_ms": 1e-6 * sum(waits.values()),
         "kernels": len(kernels),
         "kinds_ms": dict(kinds),
-        "longest": [
-            {"part": part, "ms": 1e-6 * spent, "kernels": counts[part]}
-            for part, spent in longest.most_common(LONGEST)
-        ],
+        "longest": most(longest),
+        "longest_waits": most(waits),
     }
 
 

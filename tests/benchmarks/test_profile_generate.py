@@ -31,6 +31,7 @@ def test_kernels_are_summed_by_kind():
     }
     assert found["longest"][0]["part"] == "zdc_prefill_mosaic_gpu_kernel"
     assert found["longest"][-1]["part"] == "loop_add_fusion mlp/add"
+    assert found["longest_waits"][0] == {"part": "nvjet_tst_NNT", "ms": 1.0, "kernels": 1}
     assert find_kind(kernel("MemcpyDD", 0, 1)) == "copies"
 
 
@@ -41,4 +42,12 @@ def test_a_token_costs_what_a_longer_call_has_more():
 
 
 def test_a_call_without_kernels_has_no_time():
-    assert summarize([]) == {"busy_ms": 0.0, "waits_ms": 0.0, "kernels": 0, "kinds_ms": {}, "longest": []}
+    nothing = {
+        "busy_ms": 0.0,
+        "waits_ms": 0,
+        "kernels": 0,
+        "kinds_ms": {},
+        "longest": [],
+        "longest_waits": [],
+    }
+    assert summarize([]) == nothing
