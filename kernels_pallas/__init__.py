@@ -35,11 +35,14 @@ from kernels_pallas.refusals import device_refusal as device_refusal
 from kernels_pallas.refusals import encode_refusal as encode_refusal
 from kernels_pallas.refusals import post_rope_refusal as post_rope_refusal
 from kernels_pallas.refusals import prefill_refusal as prefill_refusal
+from kernels_pallas.refusals import round_tokens_refusal as round_tokens_refusal
 from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import score_blocks_refusal as score_blocks_refusal
 from kernels_pallas.refusals import segment_refusal as segment_refusal
 from kernels_pallas.refusals import select_refusal as select_refusal
 from kernels_pallas.refusals import turn_and_store_refusal as turn_and_store_refusal
+from kernels_pallas.round_tokens import Rounded as Rounded
+from kernels_pallas.round_tokens import round_tokens as round_tokens
 from kernels_pallas.score_blocks import score_blocks as score_blocks
 from kernels_pallas.segments import Segment as Segment
 from kernels_pallas.segments import merge_partial as merge_partial

@@ -18,6 +18,7 @@ from kernels_pallas.dequantise import check_dequantise
 from kernels_pallas.encode import check_encode
 from kernels_pallas.post_rope import checked_launch
 from kernels_pallas.prefill_inputs import check_prefill
+from kernels_pallas.round_tokens import check_round_tokens
 from kernels_pallas.score_blocks import check_score_blocks
 from kernels_pallas.segments import check_segments
 from kernels_pallas.select_inputs import check_largest
@@ -52,6 +53,7 @@ decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
 dequantise_refusal = _refusal(check_dequantise)
 encode_refusal = _refusal(check_encode)
+round_tokens_refusal = _refusal(check_round_tokens)
 scan_refusal = _refusal(check_scan)
 score_blocks_refusal = _refusal(check_score_blocks)
 segment_refusal = _refusal(check_segments)

@@ -1,12 +1,18 @@
 """Near tokens in eight bits, compared with float64 attention to values rounded in loops."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels_pallas import round_tokens
+from zdc_jax.cache import coded_ring
 from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.codes import Int8
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.integer_codes import ChannelIntegers
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
@@ -54,6 +60,31 @@ def test_attends_to_rounded_tokens(pieces):
         assert done.aux == "aux"
     expected = by_loops(q, k, v)
     np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_the_kernel_rounds_as_the_code_does(monkeypatch):
+    ring = replace(RING, code=FittedIntegers(8))
+    q, k, v = (jnp.asarray(tokens(heads, seed)) for seed, heads in enumerate((K * G, K, K)))
+    positions, end = jnp.broadcast_to(jnp.arange(S), (B, S)), jnp.array([S, 12])
+
+    def attend():
+        return ring.attend(ring.create(B, S), q, NewKeys(k), v, positions, end, None, Call(SCALE))
+
+    want = attend()
+    asked = []
+
+    def round_here(x, bits):
+        asked.append(bits)
+        return round_tokens(x, bits, interpret=True)
+
+    monkeypatch.setattr(coded_ring, "round_with_kernel", round_here)
+    found = attend()
+    assert asked == [8]
+    # Another scale may be chosen where errors are equal, so codes may differ.
+    np.testing.assert_allclose(found.o[0], want.o[0], atol=0.02)
+    for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(want.state), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * one.size
 
 
 def test_bytes():

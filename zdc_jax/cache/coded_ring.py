@@ -10,13 +10,19 @@ import jax.numpy as jnp
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, empty_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
+from zdc_jax.cache.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import slot_of_token
-from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, merge_parts, takes_kernels
+from zdc_jax.ops.stored import (
+    coded_decode_refusal,
+    coded_ring_decode,
+    merge_parts,
+    round_with_kernel,
+    takes_kernels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +80,19 @@ class CodedRing(PrefixRing):
             if written := put_by_kernel(groups, slot, (slot + has_slot)[:, 0]):
                 ((ring_k,), (ring_v,)) = written
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
+        return self._put(state, self._encode(keys), self._encode(v), positions, end)
+
+    def _put(
+        self, state: PrefixRingState, k: Coded, v: Coded, positions: Array, end: Array
+    ) -> PrefixRingState:
+        """Write quantized tokens, leaves [B, T, K, …], to their slots."""
+        sinks, window = state.near
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
 
-        def put_coded(ring: Coded, x: Array) -> Coded:
-            return jax.tree.map(lambda old, new: put(old, x=new), ring, self._encode(x))
+        def put_coded(ring: Coded, new: Coded) -> Coded:
+            return jax.tree.map(lambda old, leaf: put(old, x=leaf), ring, new)
 
-        return replace(state, ring_k=put_coded(state.ring_k, keys), ring_v=put_coded(state.ring_v, v))
+        return replace(state, ring_k=put_coded(state.ring_k, k), ring_v=put_coded(state.ring_v, v))
 
     def attend(
         self,
@@ -96,10 +109,11 @@ class CodedRing(PrefixRing):
             written = self.write(state, k, v, positions, end)
             return Attended(written, *merge_parts(q, self.decode_stored(written, q, positions, call)), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
+        (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
         attended = self.unquantized.attend(
-            decoded, q, k._replace(keys=self.as_read(k.keys)), self.as_read(v), positions, end, aux, call
+            decoded, q, k._replace(keys=read_k), read_v, positions, end, aux, call
         )
-        return attended._replace(state=self.write(state, k, v, positions, end))
+        return attended._replace(state=self._put(state, coded_k, coded_v, positions, end))
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
@@ -126,8 +140,16 @@ class CodedRing(PrefixRing):
     def attend_whole(
         self, q: Array, k: NewKeys, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
-        k = k._replace(keys=self.as_read(k.keys))
-        return self.unquantized.attend_whole(q, k, self.as_read(v), positions, aux, call)
+        (_, read_k), (_, read_v) = self._round(k.keys, v)
+        return self.unquantized.attend_whole(q, k._replace(keys=read_k), read_v, positions, aux, call)
+
+    def _round(self, *tokens: Array) -> list[tuple[Coded, Array]]:
+        """Return arrays of tokens [B, T, K, C] quantized, with leaves [B, T, K, …], and as they are read."""
+        bits = self.code.bits if isinstance(self.code, FittedIntegers) else None
+        rounded = round_with_kernel(tokens, bits)
+        if rounded is None:
+            return [(self._encode(x), self.as_read(x)) for x in tokens]
+        return [((each.levels, each.reach[..., None]), each.values.astype(self.dtype)) for each in rounded]
 
     def _encode(self, x: Array) -> Coded:
         return encode_tokens(self.code, x)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from kernels_pallas import (
     Parts,
     Plane,
+    Rounded,
     Stored,
     Turning,
     coded_parts,
@@ -33,6 +34,8 @@ from kernels_pallas import (
     merged_at_once,
     prefill_attention,
     prefill_refusal,
+    round_tokens,
+    round_tokens_refusal,
     scan_refusal,
     select_refusal,
     turn_and_store,
@@ -424,6 +427,22 @@ def encode_with_kernel(
     if not takes_kernels("coding", None, refusal):
         return None
     return encode(x, planes, positions[:, 0], end, block_table=table)
+
+
+def round_with_kernel(x: Sequence[Float[Array, "B T K _"]], bits: int | None) -> list[Rounded] | None:
+    """Quantize all coordinates of the tokens x into planes of `bits`, with one kernel; None if it cannot.
+
+    `bits` is None if the kernels do not support the code. As in `encode_with_kernel`, results are the same.
+    """
+
+    def refusal() -> str | None:
+        if bits is None:
+            return NOT_INTEGERS
+        return device_refusal(x[0]) or round_tokens_refusal(x, bits)
+
+    if bits is None or not takes_kernels("coding", None, refusal):
+        return None
+    return round_tokens(x, bits)
 
 
 def rotate_and_store(

@@ -1,0 +1,125 @@
+"""New tokens as a quantized cache stores them, and as attention then reads them, in one launch (ours).
+
+A program has some tokens of one KV head. It quantizes them as `kernels_pallas.encode` does, and writes the
+levels, the scale, and the values that they stand for. Nothing else of a cache is read or written.
+
+JAX plans to drop Pallas' Triton back end. Without it `check_round_tokens` raises, and XLA does the work.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt8
+
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
+from kernels_pallas.encode import coded, packed
+from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.triton import check_back_end, pieces, plt
+from kernels_pallas.unpack import BITS
+
+TOKENS = 32
+"""Largest number of tokens per program."""
+
+
+class Rounded(NamedTuple):
+    """Quantized tokens.
+
+    Attributes:
+      levels: packed levels of each token, uint8 [B, T, K, C·bits/8].
+      reach: scale of each token, uint8 [B, T, K].
+      values: what levels and scales stand for, in the dtype of the tokens, [B, T, K, C].
+    """
+
+    levels: UInt8[Array, "B T K _"]
+    reach: UInt8[Array, "B T K"]
+    values: Float[Array, "B T K C"]
+
+
+def round_tokens(
+    x: Sequence[Float[Array, "B T K _"]], bits: int, *, interpret: bool = False
+) -> list[Rounded]:
+    """Quantize all coordinates of the tokens x into one plane of `bits` for each array.
+
+    Args:
+      x: float arrays of tokens, such as keys and values. Each has a multiple of 16 coordinates.
+      bits: bits per level: 2 to 6, or 8.
+      interpret: whether to run on any device, slowly.
+
+    Returns:
+      The quantized tokens of each array. A token with a coordinate that is not finite has NaN values.
+
+    Raises:
+      ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
+      NotImplementedError: JAX has no Triton back end.
+    """
+    check_round_tokens(x, bits)
+    return _launch(tuple(x), bits=bits, interpret=interpret)
+
+
+def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
+    """Check the arguments of `round_tokens`; errors are those it documents."""
+    common.check_device()
+    check_back_end()
+    B, T, K, _ = x[0].shape
+    common.check_sizes(B=B, T=T, K=K)
+    if bits not in BITS:
+        raise ValueError(f"{bits=}: must be one of {BITS}")
+    for i, array in enumerate(x):
+        common.check_shape(f"x[{i}]", array, (B, T, K, None), "B, T, K, C")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
+        if (C := array.shape[3]) % 16 or not C:
+            raise ValueError(f"x[{i}] has {C} coordinates: must be a multiple of 16")
+        if (size := math.prod(array.shape) * array.dtype.itemsize) > 2**31:
+            raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31, because Triton's offsets are")
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+def _launch(x: tuple[Array, ...], *, bits: int, interpret: bool) -> list[Rounded]:
+    """Launch `round_tokens` on checked arguments."""
+    B, T, K, _ = x[0].shape
+    rows = min(TOKENS, pl.next_power_of_2(T))
+    like = jax.ShapeDtypeStruct
+    shapes = []
+    for each in x:
+        shapes += [like((B, T, K, each.shape[3] * bits // 8), jnp.uint8), like((B, T, K), jnp.uint8)]
+        shapes += [like(each.shape, each.dtype)]
+    found = pl.pallas_call(
+        functools.partial(_kernel, bits=bits, rows=rows, count=len(x)),
+        out_shape=shapes,
+        grid=(B, K, pl.cdiv(T, rows)),
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="zdc_round_tokens",
+    )(*x)
+    return [Rounded(*found[i : i + 3]) for i in range(0, len(found), 3)]
+
+
+def _kernel(*refs: Any, bits: int, rows: int, count: int) -> None:
+    x_refs, out = refs[:count], iter(refs[count:])
+    b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
+    there = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < x_refs[0].shape[1]
+    tokens = pl.ds(first, rows)
+    for x_ref in x_refs:
+        levels_ref, reach_ref, values_ref = next(out), next(out), next(out)
+        C = x_ref.shape[3]
+
+        def place(begin: int, width: int) -> tuple[Any, ...]:
+            return b, tokens, kv, pl.ds(jnp.int32(begin), width)
+
+        x = [plt.load(x_ref.at[place(*span)], mask=there, other=0.0) for span in pieces(C)]
+        levels, reach = coded([piece.astype(jnp.float32) for piece in x], bits)
+        step = (from_e5m3(reach) / 2**bits)[:, None]
+        for (begin, width), level in zip(pieces(C), levels, strict=True):
+            odd = 2 * level.astype(jnp.float32) + (1 - 2**bits)
+            plt.store(values_ref.at[place(begin, width)], (odd * step).astype(values_ref.dtype), mask=there)
+            for byte, size, part in packed(level, C, begin, bits):
+                plt.store(levels_ref.at[place(byte, size)], part, mask=there)
+        plt.store(reach_ref.at[b, tokens, kv], reach, mask=there[:, 0])
