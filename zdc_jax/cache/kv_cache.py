@@ -56,11 +56,16 @@ class KVCache:
         Raises:
           CacheMemoryError: the cache does not fit in free device memory; raised before anything is allocated.
         """
-        check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
-        # A program that moves arrays to the host compiles on some devices only.
-        eager = len(specs) < LAYERS_AT_ONCE or any(spec.host_bytes(capacity, batch) for spec in specs)
+        check_fits_now(specs, batch=batch, capacity=capacity)
+        eager = len(specs) < LAYERS_AT_ONCE or not fits_program(specs, batch=batch, capacity=capacity)
         create = _create_layers if eager else _create_layers_at_once
         layers, lengths = create(tuple(specs), batch, capacity)
+        return cls(layers, lengths, tuple(specs), capacity)
+
+    @classmethod
+    def trace(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
+        """Create an empty cache within a program that is being traced, without a check of memory."""
+        layers, lengths = _create_layers(tuple(specs), batch, capacity)
         return cls(layers, lengths, tuple(specs), capacity)
 
     def release(self, rows: Bool[Array, " B"]) -> "KVCache":
@@ -128,6 +133,14 @@ def _create_layers(
 _create_layers_at_once = jax.jit(_create_layers, static_argnums=(0, 1, 2))
 
 
+def fits_program(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> bool:
+    """Return whether a compiled program can create a cache on every device.
+
+    A program that moves arrays to the host compiles on some devices only.
+    """
+    return not any(spec.host_bytes(capacity, batch) for spec in specs)
+
+
 def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Return the bytes of a cache for `batch` sequences of `capacity` tokens.
 
@@ -165,6 +178,11 @@ def device_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1)
 def host_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Return the part of `cache_bytes` that lies in host memory next to a device."""
     return sum(n * spec.host_bytes(capacity, batch) for spec, n in Counter(specs).items())
+
+
+def check_fits_now(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> None:
+    """Raise `CacheMemoryError` if a cache does not fit in the memory that is free now."""
+    check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
 
 
 def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, free: int | None) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.kv_cache import KVCache, check_fits_now, fits_program
 from zdc_jax.errors import NonFiniteError
 from zdc_jax.generation.chunks import bucket, choose_chunk, divide_prompt, find_block, padded
 from zdc_jax.generation.compile_time import compile_seconds
@@ -21,9 +21,18 @@ from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, SampledTokens, decode, first, prefill
+from zdc_jax.generation.steps import (
+    DecodeState,
+    Flat,
+    SampledTokens,
+    decode,
+    first,
+    prefill,
+    prefill_new,
+)
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import LanguageModel
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -139,15 +148,20 @@ class Run:
             return state, [result]
         cache, self.cache = self.cache, None  # The steps donate its arrays.
         cached = np.zeros_like(lengths) if cache is None else np.asarray(cache.lengths)
-        if cache is None:
-            cache = network.new_cache(batch=len(lengths), capacity=request.capacity)
-        self.kv_bytes = cache.bytes()
-        state = DecodeState.of(cache)._replace(shaping=self._shaping)
+        batch, capacity = len(lengths), request.capacity
         results, longest, start = [], int((lengths - cached).max()), 0
-        most = request.prefill_chunk or choose_chunk(
-            self.model, sequences=len(lengths), capacity=request.capacity
-        )
-        for width in divide_prompt(longest, most, find_block(self.model)):
+        most = request.prefill_chunk or choose_chunk(self.model, sequences=batch, capacity=capacity)
+        widths = list(divide_prompt(longest, most, find_block(self.model)))
+        if (
+            cache is None
+            and len(widths) == 1
+            and fits_program(network.layer_caches, batch=batch, capacity=capacity)
+        ):
+            return self._prefill_new(network, lengths, min(widths[0], capacity))
+        if cache is None:
+            cache = network.new_cache(batch=batch, capacity=capacity)
+        state = DecodeState.of(cache)._replace(shaping=self._shaping)
+        for width in widths:
             width = min(width, cache.capacity)
             begins, remaining = cached + start, lengths - cached - start
             chunks = [p[begin:][:width] for p, begin in zip(request.prompts, begins, strict=True)]
@@ -163,7 +177,28 @@ class Run:
             )
             results.append(result)
             start += width
+        self.kv_bytes = state.cache.bytes()
         return state, results
+
+    def _prefill_new(
+        self, network: Transformer, lengths: np.ndarray, width: int
+    ) -> tuple[DecodeState, list[SampledTokens]]:
+        """Prefill prompts that fit into one call, together with the creation of their cache."""
+        specs, capacity = network.layer_caches, self.request.capacity
+        check_fits_now(specs, batch=len(lengths), capacity=capacity)
+        state, result = prefill_new(
+            self._flat,
+            self._shaping,
+            padded(self.request.prompts, width),
+            lengths,
+            self._numbers,
+            specs=specs,
+            capacity=capacity,
+            choice=self._choice,
+            implementation=self._implementation,
+        )
+        self.kv_bytes = state.cache.bytes()
+        return state, [result]
 
     def _prefill_on_mesh(
         self, network: ShardedTransformer, lengths: np.ndarray

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.shaping import Shaping
@@ -271,8 +272,50 @@ def prefill(
       choice: kind of program that chooses tokens.
       implementation: attention implementation.
     """
+    return _prefill_chunk(flat, state, tokens, count, ends, numbers, choice, implementation)
+
+
+def _prefill_chunk(
+    flat: Flat[Network],
+    state: DecodeState,
+    tokens: Array,
+    count: Array,
+    ends: Array,
+    numbers: Array,
+    choice: Choice,
+    implementation: Implementation | None,
+) -> tuple[DecodeState, SampledTokens]:
     hidden, cache = flat.whole.extend(state.cache, tokens, state.cache.lengths + count, implementation)
     return first(flat, state._replace(cache=cache), take_last(hidden, count), ends, numbers, choice=choice)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("specs", "capacity", "choice", "implementation"),
+    compiler_options=SEPARATE_PRODUCTS,
+)
+def prefill_new(
+    flat: Flat[Network],
+    shaping: Shaping | None,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    numbers: Int[Array, "B WIDTH"],
+    *,
+    specs: tuple[LayerCacheSpec, ...],
+    capacity: int,
+    choice: Choice = "any",
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, SampledTokens]:
+    """Create a cache and run `prefill` of whole prompts, in one program.
+
+    A program that only creates the cache returns hundreds of arrays to the host, and the device then waits
+    until the host has passed them on. The cache must fit in memory (`check_fits_now`).
+    """
+    batch = len(tokens)
+    cache = KVCache.trace(specs, batch=batch, capacity=capacity)
+    state = DecodeState(cache, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), shaping)
+    ends = jnp.ones(batch, bool)
+    return _prefill_chunk(flat, state, tokens, count, ends, numbers, choice, implementation)
 
 
 @partial(jax.jit, donate_argnums=1, static_argnames="choice")
