@@ -82,11 +82,11 @@ def config_for(
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
     """Return parts of B·K = `rows` caches that give each multiprocessor four CTAs.
 
-    A whole store has at least four parts if each then has at least 512 keys. A list of `chosen` slots has
+    A whole store has at least four parts if each then has at least 256 keys. A list of `chosen` slots has
     parts of at least 128.
     """
     all_at_once = 4 * common.SMS // rows
-    parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 512)
+    parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 256)
     return CodedConfig(splits=max(1, parts))
 
 

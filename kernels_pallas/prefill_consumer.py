@@ -14,6 +14,9 @@ from kernels_pallas.prefill_inputs import GAIN_BLOCK, ROWS, PrefillConfig
 from kernels_pallas.prefill_items import Geometry, Item
 from kernels_pallas.prefill_softmax import Gains, State, empty, lanes, raised, weights
 
+_LARGEST_GAIN = 2.0**100
+"""Bound on what base-2 scores gain: larger ones, and NaN, are of blocks without a visible key."""
+
 
 def attend(
     g: Geometry,
@@ -277,7 +280,9 @@ class Consumer(NamedTuple):
             for i in range(width // GAIN_BLOCK)
         ]
         column, rows = plgpu.Layout.WGMMA.reduce(1), self._rows_of_gains()
-        return tuple(plgpu.load(x.at[rows], layout=column, optimized=False) * LOG2_E for x in blocks)
+        found = (plgpu.load(x.at[rows], layout=column, optimized=False) * LOG2_E for x in blocks)
+        # Blocks without a visible key may have any score, but their weights must become zeros.
+        return tuple(jnp.where(jnp.abs(gain) < _LARGEST_GAIN, gain, 0.0) for gain in found)
 
     def _rows_of_gains(self) -> Any:
         """Return the rows of this warpgroup's queries, or the last rows if it has no queries."""

@@ -1,6 +1,7 @@
 """Scores that each block of 64 positions gains because keys left out their mean, in one launch (ours).
 
-    grid: (tiles of tokens · tiles of blocks, N, B); one program has the tokens of one block of positions
+    grid: (tiles of tokens · tiles of blocks, K, B); one program has the tokens of one block of positions, and
+          all query heads of a KV head. For single tokens each query head has its own program.
 
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
@@ -28,8 +29,12 @@ from kernels_pallas.common import Shaped
 from kernels_pallas.prefill_inputs import GAIN_BLOCK
 from kernels_pallas.triton import check_back_end, plt
 
-BLOCKS = 64
-"""Blocks of a program."""
+BLOCKS = 128
+"""Blocks of a program with several tokens."""
+WARPS = 8
+"""Warps of such a program."""
+BLOCKS_OF_ONE = 64
+"""Blocks of a program with a single token."""
 MOST_SCORES = 2**31
 """Largest number of scores, because Triton's offsets have 32 bits."""
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -60,8 +65,8 @@ def score_blocks(
       interpret: whether to run on any device, slowly.
 
     Returns:
-      The scores in float32. For single queries, blocks after the query's own have zeros; else, they have any
-      values.
+      The scores in float32. For single queries, blocks after the query's own have zeros; else, they are not
+      written and have any values.
 
     Raises:
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
@@ -73,11 +78,12 @@ def score_blocks(
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     precision = lax.Precision.HIGHEST if interpret else EXACT
+    each = BLOCKS_OF_ONE if T == 1 else BLOCKS
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, precision=precision),
+        functools.partial(_kernel, scale=scale, each=each, precision=precision),
         out_shape=jax.ShapeDtypeStruct((B, N, blocks, T), jnp.float32),
-        grid=(tiles * pl.cdiv(blocks, BLOCKS), N, B),
-        compiler_params=plt.CompilerParams(num_warps=4),
+        grid=(tiles * pl.cdiv(blocks, each), N if T == 1 else mean.shape[0], B),
+        compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
     )(starts.astype(jnp.int32), q, mean, in_block, turns)
@@ -115,18 +121,19 @@ def _kernel(
     out_ref: Any,
     *,
     scale: float,
+    each: int,
     precision: Any,
 ) -> None:
     T, N = q_ref.shape[1:3]
     blocks, H = turns_ref.shape
     half, padded = H // 2, max(16, pl.next_power_of_2(H // 2))
-    n, b = pl.program_id(1), pl.program_id(2)
-    kv = lax.div(n, jnp.int32(N // mean_ref.shape[0]))
-    across = jnp.int32(pl.cdiv(blocks, BLOCKS))
-    tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * BLOCKS
+    groups, b = N // mean_ref.shape[0], pl.program_id(2)
+    kv = lax.div(pl.program_id(1), jnp.int32(groups)) if T == 1 else pl.program_id(1)
+    across = jnp.int32(pl.cdiv(blocks, each))
+    tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
     start = starts_ref[b]
     own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
-    block = first_block + lax.iota(jnp.int32, BLOCKS)
+    block = first_block + lax.iota(jnp.int32, each)
     distance = jnp.clip(own - block, 0, blocks - 1)
     columns = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
 
@@ -136,34 +143,42 @@ def _kernel(
         parts = (plt.load(ref.at[*rows, columns + i * half], mask=mask, other=0.0) for i in (0, 1))
         return [part.astype(jnp.float32) for part in parts]
 
-    def load_turns() -> list[Array]:
-        return load_pair(turns_ref, (distance[:, None],), (block < blocks)[:, None])
+    def load_turns(token: Array, there: Array) -> tuple[list[Array], list[Array], list[Array]]:
+        """Return the turns of blocks, those of tokens in their block, and the mean."""
+        offset = lax.rem(start + token, jnp.int32(GAIN_BLOCK))
+        of_blocks = load_pair(turns_ref, (distance[:, None],), (block < blocks)[:, None])
+        return of_blocks, load_pair(in_block_ref, (offset,), there), load_pair(mean_ref, (kv,), columns >= 0)
 
-    def load_products(token: Array, there: Array) -> list[Array]:
-        """Return the products of queries with the mean, at their positions in the block."""
-        always = columns >= 0
-        (q1, q2), (m1, m2) = load_pair(q_ref, (b, token, n), there), load_pair(mean_ref, (kv,), always)
-        cos, sin = load_pair(in_block_ref, (lax.rem(start + token, jnp.int32(GAIN_BLOCK)),), there)
+    def multiply(n: Array, token: Array, there: Array, turn: list[Array], mean: list[Array]) -> list[Array]:
+        """Return the products of queries of head n with the mean, at their positions in the block."""
+        (q1, q2), (m1, m2), (cos, sin) = load_pair(q_ref, (b, token, n), there), mean, turn
         real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
         return [real * cos - imaginary * sin, imaginary * cos + real * sin]
 
     if T == 1:
-        pairs = zip(load_turns(), load_products(jnp.zeros((1, 1), jnp.int32), columns >= 0), strict=True)
-        score = functools.reduce(jnp.add, ((turn * product).sum(1) for turn, product in pairs))
-        plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
+        token = jnp.zeros((1, 1), jnp.int32)
+        of_blocks, turn, mean = load_turns(token, columns >= 0)
+        products = multiply(pl.program_id(1), token, columns >= 0, turn, mean)
+        score = functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True)))
+        plt.store(out_ref.at[b, pl.program_id(1), block, 0], scale * score, mask=block < blocks)
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
-    there = (token >= 0) & (token < T)
+    there = ((token >= 0) & (token < T))[:, None]
 
     @pl.when(first_block <= own)
     def _() -> None:
-        pairs = zip(load_turns(), load_products(token[:, None], there[:, None]), strict=True)
-        score = functools.reduce(
-            jnp.add,
-            (
-                lax.dot_general(turn, product, (((1,), (1,)), ((), ())), precision=precision)
-                for turn, product in pairs
-            ),
-        )
-        mask = (block < blocks)[:, None] & there[None]
-        plt.store(out_ref.at[b, n, block[:, None], token[None]], scale * score, mask=mask)
+        of_blocks, turn, mean = load_turns(token[:, None], there)
+        needed = (block <= own)[:, None] & (block < blocks)[:, None] & ((token >= 0) & (token < T))[None]
+
+        @pl.loop(0, groups)
+        def _(member: Array) -> None:
+            n = kv * groups + member
+            products = multiply(n, token[:, None], there, turn, mean)
+            score = functools.reduce(
+                jnp.add,
+                (
+                    lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
+                    for x, y in zip(of_blocks, products, strict=True)
+                ),
+            )
+            plt.store(out_ref.at[b, n, block[:, None], token[None]], scale * score, mask=needed)

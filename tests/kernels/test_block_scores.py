@@ -53,7 +53,10 @@ def run_prefill(keys, config, T=150, starts=(0, 217), R=64, Z=64, window=0, sink
     options = {"scale": scale, "starts": starts}
     near = {"window": window, "sinks": sinks}
     long_q, long_k = extended(q, k, gains, scale)
-    given, lengths = {"block_scores": gains, "config": config}, starts + T
+    # Blocks after a query's own have no key that it sees, and any score.
+    own = (starts[:, None] + np.arange(T)) // 64
+    needed = np.arange(gains.shape[-1]) <= own[:, :, None, None]
+    given, lengths = {"block_scores": jnp.where(needed, gains, jnp.nan), "config": config}, starts + T
     if keys != "near":
         kind = options | ({} if keys == "all" else {"keys": "far", **near})
         found = prefill_attention(q, k, v, **given, **kind)

@@ -31,7 +31,10 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 
 _GRAPHS = "xla_gpu_enable_command_buffer"
 ONE_GRAPH = (
-    {_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"}
+    {
+        _GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    }
     if _GRAPHS not in os.environ.get("XLA_FLAGS", "")
     else {}
 )
@@ -40,6 +43,9 @@ ONE_GRAPH = (
 A loop whose steps all fit into a graph becomes one graph, and no longer asks the host whether to continue.
 This needs a driver for CUDA 12.9 or later. Collectives do not fit into a graph. The same flag in `XLA_FLAGS`
 takes precedence.
+
+Kernels of a graph that do not need each other's results run at the same time, such as attention to recent and
+to older tokens. Answers are the same, bit for bit.
 """
 
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
