@@ -11,6 +11,8 @@ from benchmarks.serving.loads import Load
 from benchmarks.serving.replay import Served
 
 HOST = "127.0.0.1"
+GET_SECONDS = 10.0
+"""Time that a server has to answer a GET request."""
 MODEL = "model"
 """Name under which each server serves its model."""
 SHOWN = 300
@@ -34,9 +36,9 @@ async def connect(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asynci
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    """Return the status and the body of a GET request; status 0 if there is no server."""
+    """Return the status and the body of a GET request; status 0 if no server answers."""
     try:
-        async with connect(port) as (reader, writer):
+        async with asyncio.timeout(GET_SECONDS), connect(port) as (reader, writer):
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode())
             status = await _read_head(reader)
             return status, (await reader.read()).decode(errors="replace")
@@ -104,7 +106,7 @@ async def ask(port: int, body: bytes, served: Served, began: float) -> None:
         async for event in stream_events(port, body):
             if error := event.get("error"):
                 raise RequestFailed(f"{error}"[:SHOWN])
-            if event["choices"]:
+            if event.get("choices"):
                 served.last = time.perf_counter() - began
                 served.first = served.first or served.last
             if usage := event.get("usage"):

@@ -1,13 +1,17 @@
 """Comparison of `zdc serve` with `vllm serve` over HTTP, by one client with equal requests and limits.
 
-    python -m benchmarks.serving.random_folder --shape llama-3-8b --output model
     python -m benchmarks.serving.compare --model model --max-model-len 8192 --loop 8000/128@1 8000/128@8
+
+A slice of a trace is a load, too:
+
     python -m benchmarks.serving.compare --model model --max-model-len 32768 --slots 64 \
         --trace conversation.jsonl.gz --seconds 120 --rates 0.5 1 2
 
-Each system is started, replays all loads, and is ended. Limits are equal: tokens of a request, requests at
-once, and share of the GPU's memory. Prompts are token ids, answers have a fixed length, decoding is greedy.
-A warm-up of at most one request per client precedes each load. Salts keep it out of the prefix cache.
+`benchmarks.serving.random_folder` writes a folder with random weights that both servers accept.
+
+Each system is started, replays all loads, and is ended. Limits are equal: tokens of a request, requests at once, and share
+of the GPU's memory. Prompts are token ids, answers have a fixed length, and decoding is greedy. A warm-up of
+at most one request per client precedes each load. Salts keep it out of the prefix cache.
 
 `compare-MODEL-LOAD.json` has one row per system. Times are in seconds: `ttft` from arrival to the first
 token, `tpot` between later tokens, `jct` from arrival to the end. `throughput` counts output tokens per
@@ -17,6 +21,7 @@ second. `goodput` counts requests per second that met the objectives of `benchma
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +35,7 @@ from benchmarks.serving.client import encode_requests, get, replay_load
 from benchmarks.serving.loads import Load, parse_loop, slice_trace
 from benchmarks.serving.replay import Served, summarize_times
 from benchmarks.serving.systems import (
-    COMPARED,
+    NAMES,
     Limits,
     Name,
     ServerFailed,
@@ -77,7 +82,7 @@ class Options:
     model: Path
     max_model_len: int
     hf: Path | None = None
-    systems: tuple[Name, ...] = COMPARED
+    systems: tuple[Name, ...] = NAMES
     measure_client: bool = False
     plan: str = "3bit"
     loop: tuple[str, ...] = ()
@@ -94,11 +99,6 @@ class Options:
     seed: int = 0
     start_seconds: float = 1200.0
     results: Path = RESULTS
-
-    @property
-    def hf_folder(self) -> Path:
-        """Folder that vLLM serves."""
-        return self.hf or self.model
 
 
 def make_loads(options: Options) -> list[Load]:
@@ -137,6 +137,8 @@ def make_limits(options: Options, loads: list[Load]) -> Limits:
     Raises:
       SystemExit: a limit is missing or out of range.
     """
+    if wrong := options.quality.keys() - set(NAMES):
+        raise SystemExit(f"--quality {min(wrong)}: must be one of {', '.join(NAMES)}")
     if not 0 < options.memory < 1:
         raise SystemExit(f"--memory {options.memory:g}: must lie between 0 and 1")
     clients = [load.clients for load in loads if load.clients is not None]
@@ -158,9 +160,7 @@ def make_systems(options: Options, limits: Limits) -> Iterator[System]:
                 yield make_ours(name, options.model, plan, limits)
             case "vllm-16" | "vllm-fp8":
                 cache_dtype = "auto" if name == "vllm-16" else "fp8"
-                yield make_vllm(name, options.hf_folder, cache_dtype, limits, options.vllm)
-            case "stub":
-                yield make_stub()
+                yield make_vllm(name, options.hf or options.model, cache_dtype, limits, options.vllm)
 
 
 def read_vocab_size(model: Path) -> int:
@@ -184,9 +184,12 @@ def measure(system: System, loads: list[Load], options: Options, vocab_size: int
         with run_server(system, options.start_seconds) as server:
             version = json.loads(asyncio.run(get(server.port, "/version"))[1])["version"]
             while left:
-                served = replay_warm(server, left[0], vocab_size, options.seed)
-                yield {"version": version} | summarize(served, left[0])
+                row: Row = {"version": version}
+                row |= summarize(replay_warm(server, left[0], vocab_size, options.seed), left[0])
+                if "failed" in row:
+                    row["log"] = server.read_log()
                 left.pop(0)
+                yield row
     except ServerFailed as failure:
         for load in left:
             yield {"version": None, "load": load.name, "failed": f"{failure}", "log": failure.log}
@@ -210,7 +213,7 @@ def summarize(served: list[Served], load: Load) -> Row:
     """Return the row of a load without its system; one with failed requests has no times."""
     row: Row = {"load": load.name, "requests": len(served), "left_out": load.left_out}
     if failed := [one.error for one in served if one.error]:
-        return row | {"failed": f"{len(failed)} requests failed; the first: {failed[0]}", "log": []}
+        return row | {"failed": f"{len(failed)} requests failed; the first: {failed[0]}"}
     end = max(one.last for one in served)
     decoded = [one.between for one in served if one.tokens > 1]
     last_arrival = max(one.came for one in served)
@@ -272,14 +275,13 @@ def main(options: Options) -> None:
     for load in loads:  # Refuse before any work.
         earlier(options.results / f"{name_results(options, load)}.json", settings, where["device"])
     for system in systems:
-        facts = {"command": list(system.command), "environment": system.environment, "commit": commit()}
-        facts |= {"system": system.name, "quality": options.quality.get(system.name)}
+        facts: Row = {"system": system.name, "quality": options.quality.get(system.name)}
+        facts |= {"command": system.command, "environment": system.environment, "commit": commit()}
         for load, row in zip(loads, measure(system, loads, options, vocab_size), strict=True):
-            row = facts | row
-            print(describe(row), flush=True)
-            path = write_row(row, load, settings, where, options)
-            print(path, flush=True)
+            print(describe(facts | row), flush=True)
+            print(write_row(facts | row, load, settings, where, options), flush=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # This process must still end its server.
     main(tyro.cli(Options))

@@ -1,6 +1,6 @@
 """Server that answers completions at once and computes nothing, to measure the client itself.
 
-    python -m benchmarks.serving.stub_server --port 8000
+python -m benchmarks.serving.stub_server --port 8000
 """
 
 import asyncio

@@ -16,9 +16,9 @@ from typing import Literal, get_args
 
 from benchmarks.serving.client import HOST, MODEL, get
 
-Name = Literal["ours-16", "ours-plan", "vllm-16", "vllm-fp8", "stub"]
-"""Systems. `stub` answers at once and computes nothing, so its times are those of the client."""
-COMPARED: tuple[Name, ...] = get_args(Name)[:-1]
+Name = Literal["ours-16", "ours-plan", "vllm-16", "vllm-fp8"]
+NAMES: tuple[Name, ...] = get_args(Name)
+"""Systems to compare."""
 LOG_LINES = 30
 """Last lines of a log that a result keeps."""
 ENDING_SECONDS = 30.0
@@ -80,7 +80,7 @@ def make_vllm(name: str, model: Path, cache_dtype: str, limits: Limits, program:
 
     Prefix caching is on, as in `zdc serve`. A folder without weights is served with random ones.
     """
-    command = (
+    command: tuple[str, ...] = (
         *(program, "serve", str(model), "--served-model-name", MODEL, "--dtype", limits.dtype),
         *("--max-model-len", str(limits.max_model_len), "--max-num-seqs", str(limits.slots)),
         *("--gpu-memory-utilization", f"{limits.memory:g}", "--kv-cache-dtype", cache_dtype),
@@ -94,7 +94,7 @@ def make_vllm(name: str, model: Path, cache_dtype: str, limits: Limits, program:
 
 
 def make_stub() -> System:
-    """Return the server that answers at once."""
+    """Return the server that answers at once, so that its times are those of the client."""
     return System("stub", (sys.executable, "-m", "benchmarks.serving.stub_server"))
 
 
@@ -164,9 +164,12 @@ class ServerProcess:
             time.sleep(PAUSE_SECONDS)
         self._process.wait()
 
+    def read_log(self) -> list[str]:
+        """Return the last lines of the log."""
+        return self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+
     def _fail(self, reason: str) -> ServerFailed:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return ServerFailed(reason, lines[-LOG_LINES:])
+        return ServerFailed(reason, self.read_log())
 
 
 @contextmanager
