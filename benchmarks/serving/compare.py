@@ -9,9 +9,9 @@ A slice of a trace is a load, too:
 
 `benchmarks.serving.random_folder` writes a folder with random weights that both servers accept.
 
-Each system is started, replays all loads, and is ended. Limits are equal: tokens of a request, requests at once, and share
-of the GPU's memory. Prompts are token ids, answers have a fixed length, and decoding is greedy. A warm-up of
-at most one request per client precedes each load. Salts keep it out of the prefix cache.
+Each system is started, replays all loads, and is ended. Limits are equal: tokens of a request, requests at
+once, and share of the GPU's memory. Prompts are token ids, answers have a fixed length, and decoding is
+greedy. A warm-up of at most one request per client precedes each load. Salts keep it out of the prefix cache.
 
 `compare-MODEL-LOAD.json` has one row per system. Times are in seconds: `ttft` from arrival to the first
 token, `tpot` between later tokens, `jct` from arrival to the end. `throughput` counts output tokens per
