@@ -113,7 +113,7 @@ async def ask(port: int, body: bytes, served: Served, began: float) -> None:
                 served.tokens = usage["completion_tokens"]
         if served.tokens != served.arrival.answer:
             raise RequestFailed(f"{served.tokens} tokens came, but {served.arrival.answer} were asked for")
-    except (RequestFailed, OSError) as error:
+    except (RequestFailed, OSError, ValueError) as error:  # Events that are no JSON are a `ValueError`.
         served.error = f"{error}" or type(error).__name__
 
 

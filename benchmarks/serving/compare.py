@@ -17,6 +17,9 @@ greedy. A warm-up of at most one request per client precedes each load. Salts ke
 token, `tpot` between later tokens, `jct` from arrival to the end. `throughput` counts output tokens per
 second. `goodput` counts requests per second that met the objectives of `benchmarks.serving.replay`.
 `quality` is measured elsewhere. A system that failed has its reason in `failed` and the end of its `log`.
+
+With `--measure-client` the rows of `stub` are those of a server that answers at once. Their `ttft` with one
+client is the client's own time, and their `throughput` the most tokens per second that it can read.
 """
 
 import asyncio
