@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def ask_environment() -> dict[str, Any]:
+    """Return `environment()` of a process that ends, so that this one leaves the device to others."""
+    program = "import json; from benchmarks.common import environment; print(json.dumps(environment()))"
+    command = [sys.executable, "-c", program]
+    root = Path(__file__).parents[1]
+    asked = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(asked.stdout)
+
+
 def commit() -> str:
     """Return the commit of the working tree, marked `-dirty` if the tree has changes.
 
@@ -46,18 +56,32 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
-def write_result(name: str, config: dict[str, Any], results: Any, folder: Path = RESULTS) -> Path:
-    """Write one run as `folder/name.json`, atomically."""
+def write_result(
+    name: str,
+    config: dict[str, Any],
+    results: Any,
+    folder: Path = RESULTS,
+    *,
+    measured_in: dict[str, Any] | None = None,
+) -> Path:
+    """Write one run as `folder/name.json`, atomically.
+
+    `measured_in` is the environment of the run, by default that of this process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    text = as_text({"benchmark": name, **environment(), "config": config, "results": results})
+    text = as_text(
+        {"benchmark": name, **(measured_in or environment()), "config": config, "results": results}
+    )
     with whole_file(path) as file:
         file.write_text(text)
     return path
 
 
-def earlier(path: Path, settings: dict[str, Any]) -> Any:
+def earlier(path: Path, settings: dict[str, Any], device: str | None = None) -> Any:
     """Return the results that a file of `write_result` already has; [] if there is no file.
+
+    `device` is the device of the new results, by default that of this process.
 
     Raises:
       SystemExit: the file has other settings, or results of another device.
@@ -69,7 +93,7 @@ def earlier(path: Path, settings: dict[str, Any]) -> Any:
         now, then = ({(name, repr(value)) for name, value in x.items()} for x in (settings, run["config"]))
         other = sorted({name for name, _ in now ^ then})
         raise SystemExit(f"{path} holds rows of other settings ({', '.join(other)}); give another name")
-    if run["device"] != (device := jax.devices()[0].device_kind):
+    if run["device"] != (device := device or jax.devices()[0].device_kind):
         raise SystemExit(f"{path} holds rows of {run['device']}, this is {device}; give another name")
     return run["results"]
 

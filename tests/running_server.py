@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import httpx
 import pytest
@@ -16,10 +16,18 @@ from zdc_jax.server.run import Server
 class Running:
     """A server in a thread."""
 
-    def __init__(self, settings: HttpSettings, engine: FakeEngine | None = None, **client: object):
+    def __init__(
+        self,
+        settings: HttpSettings,
+        engine: FakeEngine | None = None,
+        *,
+        name: str = "tiny",
+        api_keys: Sequence[str] = ("key",),
+        **client: object,
+    ):
         self.engine = engine or FakeEngine()
-        app = make_app(self.engine, name="tiny", api_keys=["key"])
-        self.server = Server(app, self.engine, "tiny", settings, drain_seconds=20)
+        app = make_app(self.engine, name=name, api_keys=api_keys)
+        self.server = Server(app, self.engine, name, settings, drain_seconds=20)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         until(lambda: self.server.started)

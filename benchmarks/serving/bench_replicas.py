@@ -21,7 +21,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -32,6 +32,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.serving.client import get, stream_events
 from benchmarks.serving.paced import PacedSettings, serve_alone, serve_many
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.replicas.front import stream as stream_of
@@ -77,7 +78,7 @@ def served(target: Callable[..., None], settings: ReplicaSettings) -> Iterator[i
     process.start()
     until = time.monotonic() + STARTING
     try:
-        while asyncio.run(status(port)) != 200:
+        while asyncio.run(get(port, "/health"))[0] != 200:
             assert process.is_alive(), "the server ended"
             assert time.monotonic() < until, "the server does not start"
             time.sleep(0.5)
@@ -87,29 +88,10 @@ def served(target: Callable[..., None], settings: ReplicaSettings) -> Iterator[i
         process.join()
 
 
-async def status(port: int) -> int:
-    """Return the status of /health; 0 if there is no server."""
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return 0
-    with closing(writer):
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        return int((await reader.readline() or b"x 0").split()[1])
-
-
 async def events_of(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of a streamed completion, over a bare socket for the least overhead."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    with closing(writer):
-        data = json.dumps(body | {"stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
-        while line := await reader.readline():
-            if line == b"data: [DONE]\n":
-                return
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
+    """Yield the events of a streamed completion."""
+    async for event in stream_events(port, json.dumps(body | {"stream": True}).encode()):
+        yield event
 
 
 async def read(port: int, body: dict[str, Any], on_event: Callable[[int], None]) -> tuple[str, float]:

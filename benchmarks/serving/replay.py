@@ -17,7 +17,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
@@ -87,6 +87,16 @@ def arrivals(path: Path) -> list[Arrival]:
         requests = sorted(read(io.StringIO(file.read())), key=lambda arrival: arrival.time)
     begin = requests[0].time
     return [replace(each, time=each.time - begin) for each in _spread(requests)]
+
+
+def take_slice(trace: Path, start: float, seconds: float) -> list[Arrival]:
+    """Return the requests of a trace from `start` on, for `seconds`; their times are since `start`.
+
+    Raises:
+      ValueError: a file of another kind.
+    """
+    moved = (replace(each, time=each.time - start) for each in arrivals(trace))
+    return [each for each in moved if 0 <= each.time < seconds]
 
 
 def _spread(ascending: list[Arrival]) -> Iterator[Arrival]:
@@ -251,11 +261,14 @@ def row(served: list[Served], seen: list[tuple[float, int, int]], speed: float) 
         "goodput": sum(one.attained for one in served) / end,
         "running": float(np.mean([running for _, running, _ in seen])),
     }
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        results[name] = {"mean": float(np.mean(values))}
-        results[name] |= {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    results |= {name: summarize_times([part[name] for part in parts]) for name in parts[0]}
     return results | {"seen": seen[:: max(1, len(seen) // 150)], "commit": commit()}
+
+
+def summarize_times(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean and the percentiles of times, which keep their unit."""
+    percentiles = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return {"mean": float(np.mean(values))} | percentiles
 
 
 def plot(entries: list[dict[str, Any]], path: Path) -> None:
@@ -306,9 +319,7 @@ def main(options: Options) -> None:
 
 
 def _inside(options: Options) -> list[Arrival]:
-    """Return the requests of the slice, with times since its start."""
-    moved = (replace(each, time=each.time - options.start) for each in arrivals(options.trace))
-    return [each for each in moved if 0 <= each.time < options.seconds]
+    return take_slice(options.trace, options.start, options.seconds)
 
 
 def _settings(options: Options, engine: Engine) -> dict[str, Any]:

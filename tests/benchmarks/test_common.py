@@ -19,6 +19,12 @@ def test_a_run_goes_on_from_results_of_its_settings_alone(tmp_path):
         earlier(path, {"far": (32, 64), "chunk": 1024, "judged": None})
 
 
+def test_results_may_be_those_of_another_process(tmp_path):
+    path = write_result("rows", {}, [1], tmp_path, measured_in={"device": "NVIDIA H200", "commit": "abc"})
+    assert json.loads(path.read_text())["commit"] == "abc"
+    assert earlier(path, {}, device="NVIDIA H200") == [1]
+
+
 def test_results_of_another_device_are_left_alone(tmp_path):
     path = write_result("rows", {}, [], tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "NVIDIA H200"}))
