@@ -1,6 +1,6 @@
 """New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-    grid: (K, ⌈B/16⌉, G + 2), Triton; 8 warps per program
+    grid: (K, ⌈B/16⌉, G + 2), Triton; 4 warps per program
     part < G:    queries of one head:   RoPE → basis → store
     part = G:    keys of one KV head:   RoPE → basis → quantize → store and ring
     part = G+1:  values of one KV head: quantize → store and ring
@@ -35,7 +35,7 @@ from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 ROWS = 16
 """Rows of a program, for products on tensor cores; rows past the batch are masked."""
-WARPS = 8
+WARPS = 4
 """Warps of a program."""
 HEADS = (32, 64, 128, 256)
 """Allowed head dimensions: their halves are powers of two, as Triton requires."""

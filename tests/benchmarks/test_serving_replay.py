@@ -100,9 +100,9 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
     TinyModel(ONE_LAYER).write(tmp_path / "tiny")
 
     def fail(*_):
-        return (_ for _ in ()).throw(RuntimeError("no memory"))
+        raise RuntimeError("no memory")
 
-    monkeypatch.setattr("zdc_jax.engine.runner.Runner.decode", fail)
+    monkeypatch.setattr("zdc_jax.engine.runner.Runner._run_step", fail)
     served = ServedModel(tmp_path / "tiny")
     options = ReplayOptions(served, azure, rows=2, max_model_len=128, results=tmp_path)
     with pytest.raises(SystemExit, match="2 of 2 requests failed; the first: RuntimeError: no memory"):
