@@ -100,7 +100,7 @@ def run_ours(side: Side, options: Options) -> None:
                     sequences=sequences, length=length, vocabulary=model.config.vocab_size, seed=seed
                 )
                 began = time.perf_counter()
-                result = generate(model, prompts, max_new_tokens=options.tokens + 1)
+                result = generate(model, prompts, max_new_tokens=options.tokens + 1, stop_tokens=())
                 wall = time.perf_counter() - began
                 timings.append((result.timings, wall))
             counts = [len(completion.tokens) - 1 for completion in result.completions]
