@@ -9,20 +9,20 @@ from collections.abc import Callable
 import jax
 
 from kernels_pallas import common
-from kernels_pallas.block_mass import check_block_mass
-from kernels_pallas.coded_inputs import check_coded
-from kernels_pallas.coded_scan import check_scan
 from kernels_pallas.common import Shaped
-from kernels_pallas.decode_inputs import check_decode
-from kernels_pallas.dequantise import check_dequantise
-from kernels_pallas.encode import check_encode
-from kernels_pallas.post_rope import checked_launch
-from kernels_pallas.prefill_inputs import check_prefill
-from kernels_pallas.round_tokens import check_round_tokens
-from kernels_pallas.score_blocks import check_score_blocks
-from kernels_pallas.segments import check_segments
-from kernels_pallas.select_inputs import check_largest
-from kernels_pallas.turn_and_store import check_turn_and_store
+from kernels_pallas.decode.inputs import check_decode
+from kernels_pallas.prefill.inputs import check_prefill
+from kernels_pallas.quantized.dequantise import check_dequantise
+from kernels_pallas.quantized.encode import check_encode
+from kernels_pallas.quantized.inputs import check_coded
+from kernels_pallas.quantized.round_tokens import check_round_tokens
+from kernels_pallas.quantized.turn_and_store import check_turn_and_store
+from kernels_pallas.ragged_keys import check_segments
+from kernels_pallas.rope.post_rope import checked_launch
+from kernels_pallas.rope.score_blocks import check_score_blocks
+from kernels_pallas.select.block_mass import check_block_mass
+from kernels_pallas.select.inputs import check_largest
+from kernels_pallas.select.scan import check_scan
 
 
 def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:

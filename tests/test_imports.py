@@ -110,7 +110,7 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     ("importer", "target"),
     [
-        ("kernels_pallas.decode", "zdc_jax.axes"),
+        ("kernels_pallas.decode.attention", "zdc_jax.axes"),
         ("zdc_jax.model.block", "convert.search.trials"),
         ("zdc_jax.ops.xla", "zdc_jax.cache.classes.Segment"),
         ("zdc_jax.ops.xla", "zdc_jax.Checkpoint"),

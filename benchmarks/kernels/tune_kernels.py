@@ -32,8 +32,8 @@ from kernels_pallas import (
     decode_attention,
     prefill_attention,
 )
-from kernels_pallas import decode as decode_kernel
-from kernels_pallas.coded_inputs import default_config as coded_rule
+from kernels_pallas.decode import attention as decode_kernel
+from kernels_pallas.quantized.inputs import default_config as coded_rule
 from kernels_pallas.tuning import FOLDER, file_of
 from zdc_jax.files import whole_file
 

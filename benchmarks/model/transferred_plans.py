@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import index_fits, plane_fits
-from kernels_pallas.select_inputs import MOST, THREADS
+from kernels_pallas.select.inputs import MOST, THREADS
 from zdc_jax.cache.spec import Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError

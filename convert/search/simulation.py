@@ -18,8 +18,8 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import merge_partial
-from kernels_pallas.encode import SMALLEST, reach_numbers
-from kernels_pallas.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
+from kernels_pallas.quantized.encode import SMALLEST, reach_numbers
+from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.coded_store import CodedStore

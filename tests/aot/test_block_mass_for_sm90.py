@@ -7,7 +7,7 @@ from abstract_gpu import on_abstract_h200
 from compiled import device
 
 from kernels_pallas import block_mass
-from kernels_pallas.block_mass import PROGRAMS, ROWS
+from kernels_pallas.select.block_mass import PROGRAMS, ROWS
 
 B, K, S = 1, 8, 32_768
 

@@ -13,7 +13,7 @@ from kernels import brute_force
 
 from benchmarks.kernels import bench_kernels as bench
 from benchmarks.kernels.bench_kernels import H, exact_rows, flash_rows, rising
-from kernels_pallas.prefill_softmax import _SLACK
+from kernels_pallas.prefill.softmax import _SLACK
 
 
 def test_a_peer_that_fails_has_a_row_that_says_why(tmp_path):

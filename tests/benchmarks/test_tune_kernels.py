@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.kernels import timing
 from benchmarks.kernels import tune_kernels as tune
-from kernels_pallas import CodedConfig, Plane, coded_inputs, tuning
-from kernels_pallas.coded_inputs import config_for, default_config
+from kernels_pallas import CodedConfig, Plane, tuning
+from kernels_pallas.quantized import inputs
+from kernels_pallas.quantized.inputs import config_for, default_config
 
 
 def plane(C: int, bits: int) -> Plane:
@@ -39,7 +40,7 @@ def test_stages_are_those_that_were_measured_and_parts_the_rules(table):
     assert config_for([plane(128, 4)], values) == CodedConfig(4, rule.splits)
     assert config_for([plane(128, 8)], values) == rule
     assert config_for(keys, values, 1024) == default_config(16 * 8, 32768, 1024)
-    assert coded_inputs.measured("decode", R=64) is None
+    assert inputs.measured("decode", R=64) is None
 
 
 def test_the_fastest_is_one_that_may_be_taken(monkeypatch):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from compiled_codes import decode, encode
 
-from kernels_pallas.encode import reaches_tried
+from kernels_pallas.quantized.encode import reaches_tried
 from zdc_jax.cache.codes import pack
 from zdc_jax.cache.fitted_integers import FittedIntegers
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import dequantise, triton
-from kernels_pallas.prefill_inputs import LARGEST_BLOCK
+from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from zdc_jax import methods
 from zdc_jax.cache import near_far, prefix_ring
 from zdc_jax.cache.coded_choosing import CodedChoosing
@@ -117,7 +117,7 @@ def test_kernels_read_no_further_than_codes_were_read(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dense", "coded", "chosen"])
 def test_kernels_read_pages_behind_four_gigabytes(name):
-    # Between two and four gigabytes, XLA quantizes instead (`kernels_pallas.encode`) and may round
+    # Between two and four gigabytes, XLA quantizes instead (`kernels_pallas.quantized.encode`) and may round
     # differently.
     bytes_of_a_page = K * PAGE * (2 * H if name == "dense" else H // 2)
     check(SPECS[name], before=2**32 // bytes_of_a_page)

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas import rows, unpack
+from kernels_pallas.quantized import packed_loads, unpack
 
 MASK = 2**32 - 1
 ARITH = SimpleNamespace(
@@ -26,17 +26,17 @@ def unpacked(patch: pytest.MonkeyPatch, row: np.ndarray, C: int, bits: int) -> n
     """Unpack a row uint8 [C·bits/8] with its four threads, and return it in the order of columns."""
     found = np.zeros((C // 8, 4, 2), np.float64)
     for thread in range(4):
-        for module in (rows, unpack):
+        for module in (packed_loads, unpack):
             patch.setattr(module, "arith", ARITH)
             patch.setattr(module, "asm", _asm)
             patch.setattr(module, "_int", lambda value: value)
-        patch.setattr(rows, "_times", lambda x, factor: x * factor)
-        patch.setattr(rows, "_at", lambda pointer, offset: pointer + offset)
-        patch.setattr(rows, "_words", lambda begin, size, piece: _words(row, begin, size, piece))
-        patch.setattr(rows.mgpu.utils, "thread_idx", lambda thread=thread: thread)
+        patch.setattr(packed_loads, "_times", lambda x, factor: x * factor)
+        patch.setattr(packed_loads, "_at", lambda pointer, offset: pointer + offset)
+        patch.setattr(packed_loads, "_words", lambda begin, size, piece: _words(row, begin, size, piece))
+        patch.setattr(packed_loads.mgpu.utils, "thread_idx", lambda thread=thread: thread)
         words, begin = [], 0
         for plane in unpack.bit_planes(bits):
-            words += rows._quarter(begin, C * plane // 4)
+            words += packed_loads._quarter(begin, C * plane // 4)
             begin += C * plane // 8
         assert len(words) == unpack.words_of(C, bits)
         for tile, pair in enumerate(unpack._pairs(words, C // 4, bits)):

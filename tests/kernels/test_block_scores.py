@@ -17,11 +17,9 @@ from kernels_pallas import (
     Trailing,
     decode_attention,
     prefill_attention,
-    prefill_consumer,
-    prefill_softmax,
-    prefill_turns,
 )
-from kernels_pallas import prefill as prefill_kernel
+from kernels_pallas.prefill import attention as prefill_kernel
+from kernels_pallas.prefill import consumer, softmax, turns
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -85,13 +83,11 @@ def interpreted(monkeypatch):
     def dot(a, b):
         return jnp.dot(a.astype(F32), b[...].astype(F32), precision="highest")
 
-    monkeypatch.setattr(prefill_softmax, "_any_positive", lambda x: (x > 0).any())
-    monkeypatch.setattr(
-        prefill_consumer, "_product", lambda *pairs: sum(dot(q[...], k[...].T) for q, k in pairs)
-    )
-    monkeypatch.setattr(prefill_consumer, "_accumulate", lambda acc, p, values: acc + dot(p, values))
-    monkeypatch.setattr(prefill_turns, "_take_turn", lambda c, m: m)
-    monkeypatch.setattr(prefill_turns, "_hand_on", lambda c, l: None)
+    monkeypatch.setattr(softmax, "_any_positive", lambda x: (x > 0).any())
+    monkeypatch.setattr(consumer, "_product", lambda *pairs: sum(dot(q[...], k[...].T) for q, k in pairs))
+    monkeypatch.setattr(consumer, "_accumulate", lambda acc, p, values: acc + dot(p, values))
+    monkeypatch.setattr(turns, "_take_turn", lambda c, m: m)
+    monkeypatch.setattr(turns, "_hand_on", lambda c, l: None)
     with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention"):
         yield
 

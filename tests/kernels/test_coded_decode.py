@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from pages import Pool
 
-from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, unpack
-from kernels_pallas.coded_decode import LARGEST_SUM
-from kernels_pallas.short_scales import NAN_CODE
-from kernels_pallas.unpack import BITS, columns
+from kernels_pallas import CodedConfig, Plane, coded_attention, coded_refusal
+from kernels_pallas.quantized import attention as coded_decode
+from kernels_pallas.quantized import unpack
+from kernels_pallas.quantized.attention import LARGEST_SUM
+from kernels_pallas.quantized.short_scales import NAN_CODE
+from kernels_pallas.quantized.unpack import BITS, columns
 from zdc_jax.cache.codes import pack
 from zdc_jax.cache.codes import unpack as levels_of
 from zdc_jax.cache.fitted_integers import FittedIntegers

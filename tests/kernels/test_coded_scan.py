@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from pages import Pool
 
-from kernels_pallas import Plane, ScanConfig, coded_scan, index_scores, scan_refusal
-from kernels_pallas.coded_scan import BLOCKS, LARGEST, _rounded, default_scan_config
+from kernels_pallas import Plane, ScanConfig, index_scores, scan_refusal
 from kernels_pallas.common import LOG2_E
-from kernels_pallas.short_scales import NAN_CODE
+from kernels_pallas.quantized.short_scales import NAN_CODE
+from kernels_pallas.select import scan as coded_scan
+from kernels_pallas.select.scan import BLOCKS, LARGEST, _rounded, default_scan_config
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 HEADS = [(3, 3), (8, 2), (14, 2), (16, 1)]

@@ -7,7 +7,7 @@ import pytest
 from brute_force import attend, check, decode, f64
 
 from kernels_pallas import DecodeConfig, Ring, decode_attention
-from kernels_pallas import decode as decode_kernel
+from kernels_pallas.decode import attention as decode_kernel
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 ONE_RANK = [(128, 128), (64, 96), (32, 64), (48, 80), (16, 16), (256, 256)]

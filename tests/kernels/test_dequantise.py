@@ -10,8 +10,8 @@ import pytest
 from pages import Pool
 
 from kernels_pallas import Plane, dequantise, dequantise_refusal
-from kernels_pallas.dequantise import TOKENS
-from kernels_pallas.prefill_inputs import LARGEST_BLOCK
+from kernels_pallas.prefill.inputs import LARGEST_BLOCK
+from kernels_pallas.quantized.dequantise import TOKENS
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 B, K, S = 5, 2, 640

@@ -11,7 +11,7 @@ import pytest
 from pages import NOWHERE, Pool
 
 from kernels_pallas import Plane, encode, encode_refusal
-from kernels_pallas.encode import TOKENS
+from kernels_pallas.quantized.encode import TOKENS
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 B, K, S = 3, 2, 160

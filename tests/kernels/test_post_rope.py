@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.post_rope import PostRopeConfig, post_rope
 from kernels_pallas.reference import post_rope_reference
+from kernels_pallas.rope.post_rope import PostRopeConfig, post_rope
 
 
 def random_inputs(

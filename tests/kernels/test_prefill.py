@@ -17,11 +17,11 @@ from kernels_pallas import (
     Trailing,
     merge_partial,
     prefill_attention,
-    prefill_items,
 )
-from kernels_pallas import prefill as prefill_kernel
 from kernels_pallas.common import SHARED_MEMORY
-from kernels_pallas.prefill_inputs import Widths, listed_config
+from kernels_pallas.prefill import attention as prefill_kernel
+from kernels_pallas.prefill import items
+from kernels_pallas.prefill.inputs import Widths, listed_config
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 TWO_RANKS = [
@@ -110,13 +110,13 @@ def test_lowers_near_keys_alone(H, sinks):
 
 def geometry(**given):
     """Return a geometry with zeros for all other fields."""
-    return prefill_items.Geometry(**dict.fromkeys(prefill_items.Geometry._fields, 0) | given)
+    return items.Geometry(**dict.fromkeys(items.Geometry._fields, 0) | given)
 
 
 def near_item(g, block, first, end, base):
     """Return an item of near keys alone."""
-    steps = prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, base)))
-    return prefill_items.Item(0, 0, 0, first, end, base, *map(int, steps))
+    steps = items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, base)))
+    return items.Item(0, 0, 0, first, end, base, *map(int, steps))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -159,7 +159,7 @@ def test_far_keys_are_visited_where_they_are(seed):
     end = first + int(rng.integers(1, 193))
     g = geometry(keys="far", sinks=sinks, window=window, S=S)
     begin, plain, mixed, inner, edge, sink_step = map(
-        int, prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, 0)))
+        int, items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, 0)))
     )
 
     def far(t):

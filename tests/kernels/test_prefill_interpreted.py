@@ -20,11 +20,9 @@ from kernels_pallas import (
     PrefillConfig,
     Trailing,
     prefill_attention,
-    prefill_consumer,
-    prefill_softmax,
-    prefill_turns,
 )
-from kernels_pallas import prefill as prefill_kernel
+from kernels_pallas.prefill import attention as prefill_kernel
+from kernels_pallas.prefill import consumer, softmax, turns
 
 BF16 = jnp.bfloat16
 NEEDS_CORES = pytest.mark.skipif(
@@ -46,9 +44,9 @@ def _accumulate(acc, p, values):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(prefill_softmax, "_any_positive", lambda x: (x > 0).any())
-    monkeypatch.setattr(prefill_consumer, "_product", _product)
-    monkeypatch.setattr(prefill_consumer, "_accumulate", _accumulate)
+    monkeypatch.setattr(softmax, "_any_positive", lambda x: (x > 0).any())
+    monkeypatch.setattr(consumer, "_product", _product)
+    monkeypatch.setattr(consumer, "_accumulate", _accumulate)
     with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention"):
         yield
 
@@ -88,8 +86,8 @@ def test_scores_that_jump(dtype):
 @pytest.fixture
 def turns_ungated(monkeypatch):
     """Remove the waits for turns, because the interpreter does not support named barriers."""
-    monkeypatch.setattr(prefill_turns, "_take_turn", lambda c, m: m)
-    monkeypatch.setattr(prefill_turns, "_hand_on", lambda c, l: None)
+    monkeypatch.setattr(turns, "_take_turn", lambda c, m: m)
+    monkeypatch.setattr(turns, "_hand_on", lambda c, l: None)
 
 
 @pytest.mark.usefixtures("interpreted", "turns_ungated")

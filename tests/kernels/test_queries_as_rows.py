@@ -13,8 +13,10 @@ import test_select
 from pages import Pool
 from test_coded_decode import coded, read
 
-from kernels_pallas import coded_decode, coded_scan, select
-from kernels_pallas.coded_scan import SAMPLE_BLOCK, _rounded
+from kernels_pallas.quantized import attention as coded_decode
+from kernels_pallas.select import largest as select
+from kernels_pallas.select import scan as coded_scan
+from kernels_pallas.select.scan import SAMPLE_BLOCK, _rounded
 from zdc_jax.ops import stored
 
 B, T, K, S, SINKS, WINDOW, COUNT, SCALE = 3, 3, 2, 384, 3, 2, 128, 0.2

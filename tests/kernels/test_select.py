@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas import largest, largest_reference, select, select_refusal
-from kernels_pallas.computed_places import RUN
-from kernels_pallas.select import BLOCK, _parts
+from kernels_pallas import largest, largest_reference, select_refusal
+from kernels_pallas.mgpu_ext import RUN
+from kernels_pallas.select import largest as select
+from kernels_pallas.select.largest import BLOCK, _parts
 
 B, K = 2, 2
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38], np.float32)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.quantized.short_scales import from_e5m3
 
 SIZES = np.array([2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1])
 """Scales of the codes 1 to 254."""

@@ -19,7 +19,7 @@ from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
 from kernels_pallas import Parts, Plane
-from kernels_pallas.coded_scan import in_sample
+from kernels_pallas.select.scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens, scores_of, take_scores
 from zdc_jax.cache.coded_far import CodedFar

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import Plane
-from kernels_pallas.encode import SMALLEST, reaches_tried
-from kernels_pallas.short_scales import NAN_CODE, from_e5m3
+from kernels_pallas.quantized.encode import SMALLEST, reaches_tried
+from kernels_pallas.quantized.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.pages import in_pages, pools_of

@@ -41,7 +41,7 @@ from kernels_pallas import (
     turn_and_store,
     turn_and_store_refusal,
 )
-from kernels_pallas.coded_inputs import rows_of
+from kernels_pallas.quantized.inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation, shift_refusal
 from zdc_jax.ops.new_keys import NewKeys
@@ -371,7 +371,7 @@ def choose_by_index(
 
     Probabilities are summed over the queries of a KV head. Queries are quantized to 255 levels. Where query
     heads share a KV head, a sample of the slots determines their denominators
-    (`kernels_pallas.coded_scan.in_sample`).
+    (`kernels_pallas.select.scan.in_sample`).
     All scores are in memory at once: pass at most `queries_at_once` queries.
 
     Returns:

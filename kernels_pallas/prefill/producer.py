@@ -7,8 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.prefill_inputs import PrefillConfig
-from kernels_pallas.prefill_items import Geometry, Item
+from kernels_pallas.prefill.inputs import PrefillConfig
+from kernels_pallas.prefill.items import Geometry, Item
 
 
 class Rows(NamedTuple):

@@ -38,7 +38,7 @@ def words_of(C: int, bits: int) -> int:
 
 
 def unpacked(words: Array, C: int, bits: int) -> Array:
-    """Unpack rows of C levels, as loaded by `kernels_pallas.rows`, to bfloat16 [M, C] in the wgmma layout.
+    """Unpack rows of C levels, as loaded by `packed_loads`, to bfloat16 [M, C] in the wgmma layout.
 
     Columns are in the order of `columns`.
     """

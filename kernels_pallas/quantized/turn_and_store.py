@@ -28,9 +28,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
-from kernels_pallas.encode import coded, packed
+from kernels_pallas.quantized.encode import coded, packed
+from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
 from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 ROWS = 16

@@ -6,7 +6,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.prefill_inputs import ROWS, PrefillConfig
+from kernels_pallas.prefill.inputs import ROWS, PrefillConfig
 
 
 class Geometry(NamedTuple):

@@ -17,7 +17,7 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from kernels_pallas.unpack import QUAD, asm, bit_planes, words_of
+from kernels_pallas.quantized.unpack import QUAD, asm, bit_planes, words_of
 
 PIECES = (16, 8, 4, 2, 1)
 """Sizes of a load, in bytes."""

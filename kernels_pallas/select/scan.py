@@ -32,9 +32,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, plane_fits, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
-from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.quantized.inputs import MOST_HEADS, Plane, check_plane, plane_fits, rows_of
+from kernels_pallas.quantized.short_scales import from_e5m3
 
 THREADS = 128
 """Threads of a CTA."""

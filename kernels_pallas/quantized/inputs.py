@@ -9,8 +9,8 @@ from jax import Array
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.quantized.unpack import BITS
 from kernels_pallas.tuning import measured
-from kernels_pallas.unpack import BITS
 
 BLOCK = 64
 """Keys per step: rows of one tensor-core product."""

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from kernels_pallas.common import NEVER, filled, scaled
-from kernels_pallas.prefill_inputs import ROWS
+from kernels_pallas.prefill.inputs import ROWS
 
 LANES = 8
 """Columns of a sum or maximum kept per thread: two in each of its rows."""

@@ -11,7 +11,7 @@ A query head and visible key cost 2 (R + Z) FLOP, a near key 2 (H + HV). Each CT
 queries, 2 (R + Z) bytes each, for 64 · warpgroups queries: 64 · warpgroups FLOP per byte from the
 second-level cache. Tensor cores and exponentials bound the time.
 
-Consumers (`prefill_consumer`), producer (`prefill_producer`) and the online softmax (`prefill_softmax`)
+Consumers (`consumer`), producer (`producer`) and the online softmax (`softmax`)
 follow FlashAttention-3 (Shah et al., 2024). The two ranks are ours. Scores use R coordinates and values Z.
 Keys near a query (sinks and a recent window) add their trailing H-R and H-Z coordinates to the same softmax.
 Unmasked far blocks, nearly all blocks, come first, so that their loop needs no registers for the trailing
@@ -35,8 +35,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import check_scale, tile_width, tiled
-from kernels_pallas.prefill_consumer import attend
-from kernels_pallas.prefill_inputs import (
+from kernels_pallas.prefill.consumer import attend
+from kernels_pallas.prefill.inputs import (
     GAIN_BLOCK,
     ROWS,
     BlockLists,
@@ -47,8 +47,8 @@ from kernels_pallas.prefill_inputs import (
     check_prefill,
     listed_config,
 )
-from kernels_pallas.prefill_items import Geometry, item_of
-from kernels_pallas.prefill_producer import Rows, load_keys
+from kernels_pallas.prefill.items import Geometry, item_of
+from kernels_pallas.prefill.producer import Rows, load_keys
 from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20

@@ -31,7 +31,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas.common import SMS
-from kernels_pallas.computed_places import (
+from kernels_pallas.mgpu_ext import (
     RUN,
     WARPS,
     add_ones,
@@ -42,7 +42,7 @@ from kernels_pallas.computed_places import (
     sums_before,
     the_one,
 )
-from kernels_pallas.select_inputs import LINE, THREADS, check_largest
+from kernels_pallas.select.inputs import LINE, THREADS, check_largest
 
 BLOCK = 2048
 """Scores per step."""

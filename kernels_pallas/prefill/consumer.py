@@ -8,11 +8,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas import prefill_turns
 from kernels_pallas.common import LOG2_E, filled, scaled
-from kernels_pallas.prefill_inputs import GAIN_BLOCK, ROWS, PrefillConfig
-from kernels_pallas.prefill_items import Geometry, Item
-from kernels_pallas.prefill_softmax import Gains, State, empty, lanes, raised, weights
+from kernels_pallas.prefill import turns
+from kernels_pallas.prefill.inputs import GAIN_BLOCK, ROWS, PrefillConfig
+from kernels_pallas.prefill.items import Geometry, Item
+from kernels_pallas.prefill.softmax import Gains, State, empty, lanes, raised, weights
 
 _LARGEST_GAIN = 2.0**100
 """Bound on what base-2 scores gain: larger ones, and NaN, are of blocks without a visible key."""
@@ -81,7 +81,7 @@ class Consumer(NamedTuple):
         """Add all unmasked blocks, at least one; `gains` are those of the first."""
         carry = state, gains
         if self.config.turns:
-            return prefill_turns.attend(self, carry)
+            return turns.attend(self, carry)
         if not self.config.overlap:
             return lax.fori_loop(0, self.item.plain, self._plain_step, carry)[0]
         last = self.item.plain - 1

@@ -12,7 +12,7 @@
     then write the partial output and log-sum-exp; `parts` merges them
 
 Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and computes 2 G (C + Z) FLOP. Levels
-become bfloat16 in registers (`kernels_pallas.unpack`). Keys are the rows of the products; the few query heads
+become bfloat16 in registers (`unpack`). Keys are the rows of the products; the few query heads
 of a KV head are eight or sixteen columns. Scales of keys multiply scores, those of values probabilities.
 
 A running maximum would need a reduction over all four warps in every block. Instead each part uses the
@@ -37,12 +37,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
-from kernels_pallas.parts import Parts, merged
-from kernels_pallas.rows import PER_ROW, block_rows, gathered_bytes, gathered_rows
-from kernels_pallas.short_scales import from_e5m3
-from kernels_pallas.unpack import columns, unpacked
+from kernels_pallas.decode.merge import Parts, merged
+from kernels_pallas.quantized.inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
+from kernels_pallas.quantized.packed_loads import PER_ROW, block_rows, gathered_bytes, gathered_rows
+from kernels_pallas.quantized.short_scales import from_e5m3
+from kernels_pallas.quantized.unpack import columns, unpacked
 
 LARGEST_SUM = 2.0**60
 """Sum of probabilities, relative to the first block's, above which the running maximum is needed."""

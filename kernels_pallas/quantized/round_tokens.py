@@ -1,6 +1,6 @@
 """New tokens as a quantized cache stores them, and as attention then reads them, in one launch (ours).
 
-A program has some tokens of one KV head. It quantizes them as `kernels_pallas.encode` does, and writes the
+A program has some tokens of one KV head. It quantizes them as `encode` does, and writes the
 levels, the scale, and the values that they stand for. Nothing else of a cache is read or written.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_round_tokens` raises, and XLA does the work.
@@ -19,10 +19,10 @@ from jaxtyping import Float, UInt8
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.encode import coded, packed
-from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.quantized.encode import coded, packed
+from kernels_pallas.quantized.short_scales import from_e5m3
+from kernels_pallas.quantized.unpack import BITS
 from kernels_pallas.triton import check_back_end, pieces, plt
-from kernels_pallas.unpack import BITS
 
 TOKENS = 32
 """Largest number of tokens per program."""

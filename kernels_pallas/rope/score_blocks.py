@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.prefill_inputs import GAIN_BLOCK
+from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.triton import check_back_end, plt
 
 BLOCKS = 128

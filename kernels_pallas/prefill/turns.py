@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.prefill_softmax import LANES, Gains, State, lanes, raised, weights
+from kernels_pallas.prefill.softmax import LANES, Gains, State, lanes, raised, weights
 
 _FIRST_BARRIER = 8
 """First of the hardware's 16 named barriers used for turns; the compiler uses lower numbers."""

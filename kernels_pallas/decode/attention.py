@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
-from kernels_pallas.decode_inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode
-from kernels_pallas.parts import Parts, merged
+from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode
+from kernels_pallas.decode.merge import Parts, merged
 from kernels_pallas.tuning import measured
 
 

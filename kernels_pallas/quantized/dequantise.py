@@ -20,10 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
-from kernels_pallas.prefill_inputs import LARGEST_BLOCK
-from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.prefill.inputs import LARGEST_BLOCK
+from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
 TOKENS = 64

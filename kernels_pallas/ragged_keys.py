@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.decode import decode_attention
-from kernels_pallas.decode_inputs import check_decode
-from kernels_pallas.prefill import prefill_attention
-from kernels_pallas.prefill_inputs import check_prefill
+from kernels_pallas.decode.attention import decode_attention
+from kernels_pallas.decode.inputs import check_decode
+from kernels_pallas.prefill.attention import prefill_attention
+from kernels_pallas.prefill.inputs import check_prefill
 
 
 class Segment(NamedTuple):

@@ -1,0 +1,1 @@
+"""Attention of prompts to keys in 16 bits."""

@@ -1,0 +1,1 @@
+"""Choice of the tokens or blocks that attention reads."""
