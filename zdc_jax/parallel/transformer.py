@@ -17,9 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.classes import ClassLeader, ClassMember
-from zdc_jax.cache.coded_far import CodedFar
-from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec, State
@@ -36,7 +33,7 @@ from zdc_jax.parallel.attention import (
     sharded_attention,
 )
 from zdc_jax.parallel.classes import check_classes, run_groups
-from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
+from zdc_jax.parallel.coded import check_caches, coded_attention, coded_state
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
@@ -108,8 +105,7 @@ class ShardedTransformer(nnx.Module):
             combined with quantized caches.
         """
         check_payload(payload)
-        if plan.method != "zdc":
-            check_codes(plan, payload, degree(mesh, BY_HEAD))
+        check_caches(plan, payload, degree(mesh, BY_HEAD))
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
                 raise MeshError(
@@ -219,7 +215,7 @@ class ShardedTransformer(nnx.Module):
         end = jnp.full(len(tokens), tokens.shape[1])
         if self.plan.classes is not None:
             return self._run_groups(tokens, end, None, implementation)[0]
-        if self.plan.method != "zdc":
+        if self.plan.exchanges_quantized:
             return self._run_layers(tokens, end, None, implementation)[0]
         x = self._embed_prompts(tokens)
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
@@ -439,7 +435,7 @@ def _prompt_layer(
         def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State | None, Any]]:
             keep: Callable[..., State]
             keys = k.keys
-            if isinstance(spec, CodedFar | CodedRing):
+            if spec.exchange == "quantized":
                 o, far, next_aux = coded_attention(q, keys, v, end, aux, spec=spec, shift=k.shift, **options)
                 keep = partial(coded_state, spec, far)
             else:
@@ -506,7 +502,7 @@ def _token_layer(
     state_spec = jax.tree.map(cache_layout, state)
     token, sequences = layout("B 1 D"), layout("B")
     # Token classes hand on results for all heads; quantized caches hand on the selection of each KV head.
-    aux_spec = sequences if isinstance(spec, ClassLeader | ClassMember) else layout("B S K R")
+    aux_spec = sequences if spec.exchange == "classes" else layout("B S K R")
     in_specs = (
         weight_specs(block, BY_HEAD),
         token,
