@@ -31,8 +31,6 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
-from zdc_jax.parallel.mesh import whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_2_13B = ModelConfig(
@@ -198,7 +196,7 @@ class InOneCall:
 
     def __init__(self, network: Network, implementation: Implementation):
         self._flat = Flat.of(network)
-        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
+        self._where = network.on_all_devices
         self._options: Any = {"steps": MOST, "choice": "greedy", "implementation": implementation}
 
     def __call__(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:

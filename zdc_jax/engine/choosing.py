@@ -16,7 +16,7 @@ from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Flat, Frontier, Network, SampledTokens, choose
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.model.embeddings import Embeddings
 
 SHAPED: tuple[Choice, ...] = ("scored", "any")
 """Kinds of programs that choose tokens from changed logits (`Shaping`)."""

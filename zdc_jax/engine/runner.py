@@ -50,8 +50,7 @@ from zdc_jax.generation.steps import (
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.mesh import DATA, SEQUENCE
 
 logger = logging.getLogger("zdc_jax")
 
@@ -159,12 +158,11 @@ class Runner:
     def __init__(self, network: Network, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
-        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
+        self._where = network.on_all_devices
         self.steps = steps or (STEPS_ON_MESH if self._where else 1)
         self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
-        devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
-        self.whole = chunk if devices > 1 and layout.has_pages else None
-        self.together = isinstance(network, Transformer) and layout.has_pages
+        self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
+        self.together = network.mesh is None and layout.has_pages
         apart = any(spec.queries_apart for spec in layout.specs)
         several = MAX_CHUNKS if self.together and not apart else 1
         self.grouping = Grouping(several, self._widths[0], self._pad_width)
@@ -474,13 +472,12 @@ def servable(network: Network) -> Network:
         on a mesh.
       MeshError: the mesh divides sequences.
     """
-    if isinstance(network, ShardedTransformer):
-        if (data := network.mesh.shape[DATA]) > 1:
-            raise MeshError(
-                f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
-            )
-        if network.plan.classes is not None:
-            raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
+    if (data := network.count_devices(DATA)) > 1:
+        raise MeshError(
+            f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
+        )
+    if network.mesh is not None and network.plan.classes is not None:
+        raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
     for layer, spec in enumerate(network.layer_caches):
         if missing := CLAUSES - spec.clauses:
             kind = type(spec).__name__
@@ -570,7 +567,7 @@ def _prefill_and_decode(
 
 
 def _prefill_whole(
-    network: ShardedTransformer, state: DecodeState, packed: Array
+    network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, None, None]]:
     """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
     row, _, count = packed[: CHUNK_HEADER - 1]

@@ -22,11 +22,10 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.shaping import Shaping
+from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.together import Place, extend_together
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 
 _GRAPHS = "xla_gpu_enable_command_buffer"
 ONE_GRAPH = (
@@ -48,7 +47,7 @@ XLA would merge products of the same tokens, such as those of gate and up projec
 together for every chunk.
 """
 
-Network = Transformer | ShardedTransformer
+Network = Transformer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
@@ -374,8 +373,8 @@ def _replicate_results(
     network: Network, state: DecodeState, chosen: SampledTokens
 ) -> tuple[DecodeState, SampledTokens]:
     """Copy tokens to all devices of a mesh, so that every process sees them; the cache stays sharded."""
-    if isinstance(network, Transformer):
+    if network.on_all_devices is None:
         return state, chosen
     results = (state.last, state.done, chosen)
-    last, done, chosen = jax.lax.with_sharding_constraint(results, whole_on(network.mesh))
+    last, done, chosen = jax.lax.with_sharding_constraint(results, network.on_all_devices)
     return state._replace(last=last, done=done), chosen

@@ -19,7 +19,6 @@ from zdc_jax.loading import LanguageModel, check_options, load, stored_basis
 from zdc_jax.methods import get_search_kind
 from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import Payload, check_basis
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
@@ -188,7 +187,7 @@ def _make_measure(
     The unmodified model is measured here, once.
     """
     dense = load_dense().network
-    batch = dense.mesh.shape[DATA] if isinstance(dense, ShardedTransformer) else 1
+    batch = dense.count_devices(DATA)
     dense_nll = window_nll(dense, windows, batch=batch)
     full, context = CompressionPlan.full(dense.config), windows.shape[1]
 

@@ -1,7 +1,7 @@
 """Rival exchanges of sequence parallelism: all-gather, ring attention, late Ulysses, and zigzag shards.
 
 `all_gather` and `ring` are `FarAttention` functions of what one device stores (`zdc_jax.parallel.far`). The
-functions named `…_attention` add recent tokens and serve `ShardedTransformer.hidden`.
+functions named `…_attention` add recent tokens and serve `Transformer.hidden`.
 
 In zigzag shards, device i of U stores chunks i and 2U-1-i of 2U chunks of a prompt. So all devices have the
 same amount of causal attention, as in Llama 3's context parallelism and in zigzag ring attention. Tokens are
@@ -23,14 +23,15 @@ from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import ShardedAttention, sharded_attention, widened
 from zdc_jax.parallel.exchange import gather_heads, moved, scatter_heads
 from zdc_jax.parallel.far import FarKeys, Near
+from zdc_jax.parallel.layers import last_token
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh, sum_over
-from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 
 
@@ -219,7 +220,7 @@ class ZigzagTransformer:
       NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
     """
 
-    def __init__(self, network: ShardedTransformer, attention: ShardedAttention):
+    def __init__(self, network: Transformer, attention: ShardedAttention):
         if network.plan.classes is not None:
             raise NotImplementedError("plans with token classes do not run in zigzag shards")
         for name, allowed in (("weights", "replicated"), ("payload", "native")):
@@ -289,7 +290,7 @@ def zigzag_layer(
     attention: ShardedAttention,
     implementation: Implementation | None,
 ) -> Float[Array, "B T' D"]:
-    """Run `whole_layer` on zigzag shards; jitted, so that equal layers are compiled once.
+    """Run `prompt_layer` on zigzag shards; jitted, so that equal layers are compiled once.
 
     Raises:
       NotImplementedError: what `attention` raises.

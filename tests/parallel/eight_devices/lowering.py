@@ -21,7 +21,6 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Formats
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 1, num_kv_heads=4, dtype="bfloat16")
@@ -41,7 +40,7 @@ def network(plan):
 def test_prompts_and_a_decoded_token_lower_on_kernels(monkeypatch, plan):
     """Inside `shard_map`, by each method: one program, which lowers kernels of the same shapes once."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
+    model = network(PLANS[plan]).on_mesh(MeshConfig(sequence=4).create())
     prompt, end = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((1, 500), (1,)))
     hidden = {
         method: partial(model.hidden, attention=attention, implementation="pallas")
