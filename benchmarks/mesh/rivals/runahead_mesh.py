@@ -242,8 +242,8 @@ def _received(
     for sender, count in enumerate(counts[:-1]):
         start, stop = partition.starts[sender], partition.ends[sender]
         positions = jnp.broadcast_to(jnp.arange(start, stop), (k.shape[0], stop - start))
-        own = (x[:, : stop - start] for x in (k, v))
-        cache = longer(spec, cache, *own, positions, jnp.minimum(end, stop), count)
+        own_k, own_v = (x[:, : stop - start] for x in (k, v))
+        cache = longer(spec, cache, NewKeys(own_k), own_v, positions, jnp.minimum(end, stop), count)
         cache = jax.tree.map(partial(_handed_on, sender=sender), cache)
         received = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), received)
     return received

@@ -18,6 +18,7 @@ from benchmarks.mesh.rivals.runahead_mesh import chunk_layer
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Formats
@@ -109,7 +110,7 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
 
     K, H = CONFIG.num_kv_heads, CONFIG.head_dim
     held = jax.eval_shape(lambda: with_slots(spec.create(1, 512), 256))
-    qkv = array(250, CONFIG.num_heads, H), array(250, K, H), array(250, K, H)
+    qkv = array(250, CONFIG.num_heads, H), NewKeys(array(250, K, H)), array(250, K, H)
 
     def integers(*dims):
         return jax.ShapeDtypeStruct(dims, jnp.int32)
