@@ -24,7 +24,7 @@ from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.chunks import SMALLEST_BUCKET
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, Flat, Network, decode
+from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
@@ -194,7 +194,7 @@ def random_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
 class InOneCall:
     """Greedy decoding of all sequences as `generate` does it, several tokens in one call."""
 
-    def __init__(self, network: Network, implementation: Implementation):
+    def __init__(self, network: Transformer, implementation: Implementation):
         self._flat = Flat.of(network)
         self._where = network.on_all_devices
         self._options: Any = {"steps": MOST, "choice": "greedy", "implementation": implementation}

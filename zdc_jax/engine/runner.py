@@ -41,7 +41,6 @@ from zdc_jax.generation.steps import (
     DecodeState,
     Flat,
     Frontier,
-    Network,
     SampledTokens,
     advance,
     advance_with,
@@ -155,7 +154,7 @@ class Runner:
       CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
-    def __init__(self, network: Network, layout: Layout, *, chunk: int, steps: int | None = None):
+    def __init__(self, network: Transformer, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = network.on_all_devices
@@ -398,7 +397,7 @@ class Runner:
         """Return how to lower a program of layers whose packed inputs have this shape."""
 
         def run(
-            flat: Flat[Network], state: DecodeState, table: Array, packed: Array
+            flat: Flat[Transformer], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
             state = state._replace(cache=replace(state.cache, table=table))
             state, result = step(flat.whole, state, packed)
@@ -464,7 +463,7 @@ def needed_bytes(program: Compiled) -> int:
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
-def servable(network: Network) -> Network:
+def servable(network: Transformer) -> Transformer:
     """Check that the engine can serve a network, and return the network.
 
     Raises:
@@ -519,7 +518,7 @@ def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty
 
 
 def _prefill_chunk(
-    network: Network, state: DecodeState, packed: Array
+    network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
     """Prefill one chunk of one sequence; return its frontier and hidden states.
 
@@ -583,14 +582,14 @@ def _prefill_whole(
     return state._replace(cache=state.cache.with_row(row, cache)), (frontier, None, None)
 
 
-def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
+def _decode(network: Transformer, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
     """Run the layers of one decode step of all active sequences."""
     cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
     return state._replace(cache=cache), frontier
 
 
 def _decode_loop(
-    steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
+    steps: int, choice: Choice, network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, SampledTokens]:
     """Run `steps` decode steps of all active sequences, without asking the host in between."""
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
