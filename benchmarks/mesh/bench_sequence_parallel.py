@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding
 from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.mesh.attention_parts import AttentionParts, link_rate, searched_partition
 from benchmarks.mesh.models import Model
-from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer
 from benchmarks.mesh.rivals.methods import ZIGZAG, attention_of, handed_bytes, method_bytes, padded
 from benchmarks.mesh.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
@@ -293,11 +293,8 @@ class Bench:
         x = self.by_token(padded(row.method, length, self.degree), network.dtype)
         block, spec = network.prompt_layers[0], network.layer_caches[0]
         attention, implementation = attention_of(row.method), self.implementation(row)
-        if row.method in ZIGZAG:
-            lowered = zigzag_layer.lower(block, x, spec, self.mesh, attention, implementation)
-        else:
-            end, options = jnp.full(1, x.shape[1]), (implementation, row.weights, row.payload, attention)
-            lowered = prompt_layer.lower(block, x, end, None, spec, None, self.mesh, *options)
+        end, options = jnp.full(1, x.shape[1]), (implementation, row.weights, row.payload, attention)
+        lowered = prompt_layer.lower(block, x, end, None, spec, None, self.mesh, *options)
         out = {"formula": formula, "compiled": layers * hlo_bytes(lowered.compile().as_text())}
         if row.weights == "gathered":
             out["formula"] += layers * gathered_bytes(block, self.mesh)

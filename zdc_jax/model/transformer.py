@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -263,13 +264,11 @@ class Transformer(nnx.Module):
         x, aux = self.embeddings.embed(tokens, positions), None
         if not self.reproducible:
             x = duplicate_single_token(x)
+        run_layer: Any = extend_layer_alone if self.mesh is None else partial(token_layer, mesh=self.mesh)
+        run_layer = partial(run_layer, table=cache.table, implementation=implementation)
         states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
-            arguments = block, spec, x, states[index], aux, positions, end
-            if self.mesh is None:
-                x, states[index], aux = extend_layer_alone(*arguments, implementation, table=cache.table)
-            else:
-                x, states[index], aux = token_layer(*arguments, cache.table, self.mesh, implementation)
+            x, states[index], aux = run_layer(block, spec, x, states[index], aux, positions, end)
         return x[: len(tokens)], replace(cache, layers=tuple(states), lengths=end)
 
     def prefill(
@@ -333,9 +332,9 @@ class Transformer(nnx.Module):
         def add_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
 
-        options = capacity, self.mesh, implementation, self.weights, self.payload, sharded_attention
+        lower_layer = partial(prompt_layer.lower, **self._list_options(capacity, implementation))
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            program = prompt_layer.lower(block, x, end, aux, spec, *options)
+            program = lower_layer(block, x, end, aux, spec)
             programs.setdefault((spec, jax.tree.structure(aux)), program)
             aux = jax.tree.map(add_sharding, program.out_info[2])
         with ThreadPoolExecutor() as threads:
@@ -401,11 +400,27 @@ class Transformer(nnx.Module):
                 weights=self.weights,
             )
         x, aux, states = self._embed_prompts(tokens), None, []
-        options = capacity, self.mesh, implementation, self.weights, self.payload, attention
+        run_layer = partial(prompt_layer, **self._list_options(capacity, implementation, attention))
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            x, state, aux = prompt_layer(block, x, end, aux, spec, *options)
+            x, state, aux = run_layer(block, x, end, aux, spec)
             states.append(state)
         return x, states
+
+    def _list_options(
+        self,
+        capacity: int | None,
+        implementation: Implementation | None,
+        attention: ShardedAttention = sharded_attention,
+    ) -> dict[str, Any]:
+        """Return the options of `prompt_layer` that are equal for all layers."""
+        return {
+            "capacity": capacity,
+            "mesh": self.mesh,
+            "implementation": implementation,
+            "weights": self.weights,
+            "payload": self.payload,
+            "attention": attention,
+        }
 
     def _local_batch(self, batch: int) -> int:
         """Return the sequences per device, after checking that they can be divided."""

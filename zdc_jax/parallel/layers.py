@@ -51,7 +51,7 @@ def check_weights(config: ModelConfig, mesh: Mesh, weights: WeightPlacement) -> 
     """Raise an error if the weights of a model cannot be divided over a mesh.
 
     Raises:
-      MeshError: the mesh divides neither the heads, the feed-forward columns nor, if `gathered`, D.
+      MeshError: the mesh cannot divide the heads, the feed-forward columns or, with `gathered`, D.
       ValueError: `weights` is unknown.
     """
     for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
@@ -82,22 +82,40 @@ def create_cache(specs: Sequence[LayerCacheSpec], mesh: Mesh, batch: int, capaci
     return jax.jit(create, out_shardings=shardings)()
 
 
-@partial(jax.jit, static_argnames="mesh")
+Positions = Callable[[Array], Array]
+"""Function like `positions_of`. Use a module-level function: it is hashed."""
+
+
+@partial(jax.jit, static_argnames=("mesh", "positions"))
 def embed_prompts(
-    embeddings: Embeddings, tokens: Int[Array, "B T"], length: Int[Array, ""], mesh: Mesh
+    embeddings: Embeddings,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, ""],
+    mesh: Mesh,
+    positions: Positions = positions_of,
 ) -> Float[Array, "B T D"]:
     """Return the embeddings of prompts of `length` tokens with padding, divided by token."""
 
     def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
         # Padding repeats the last position, to stay within the table of learned positions.
-        return embeddings.embed(tokens, jnp.minimum(positions_of(tokens), length - 1))
+        return embeddings.embed(tokens, jnp.minimum(positions(tokens), length - 1))
 
     in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
     return on_mesh(mesh, local, in_specs, layout("B T D"))(embeddings, tokens, length)
 
 
 @partial(
-    jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights", "payload", "attention")
+    jax.jit,
+    static_argnames=(
+        "spec",
+        "capacity",
+        "mesh",
+        "implementation",
+        "weights",
+        "payload",
+        "attention",
+        "positions",
+    ),
 )
 def prompt_layer(
     block: Block,
@@ -111,6 +129,7 @@ def prompt_layer(
     weights: WeightPlacement,
     payload: Payload,
     attention: ShardedAttention = sharded_attention,
+    positions: Positions = positions_of,
 ) -> tuple[Array, State | None, Any]:
     """Run one layer on whole prompts x [B, T, D]; return its output, cache and auxiliary results.
 
@@ -119,7 +138,7 @@ def prompt_layer(
     """
 
     def local(block: Block, x: Array, end: Array, aux: Any) -> tuple[Array, State | None, Any]:
-        positions, formats = positions_of(x), Formats.of(payload, block.attention, spec.R, spec.Z)
+        own_positions, formats = positions(x), Formats.of(payload, block.attention, spec.R, spec.Z)
         options: Any = {"scale": block.attention.scale, "implementation": implementation}
         if attention is sharded_attention:
             options |= {"formats": formats}
@@ -134,10 +153,11 @@ def prompt_layer(
             else:
                 o, exchanged = attention(q, keys, v, spec=spec, **own_options)
                 keep, next_aux = partial(prompt_state, spec, exchanged, formats=formats), aux
-            return o, (None if capacity is None else keep(keys, v, positions, end, capacity), next_aux)
+            return o, (None if capacity is None else keep(keys, v, own_positions, end, capacity), next_aux)
 
         block = whole_weights(block, weights)
-        x, (state, next_aux) = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
+        reduce = sum_over(mesh, BY_TOKEN)
+        x, (state, next_aux) = block(x, own_positions, attend, implementation, reduce=reduce)
         return x, state, next_aux
 
     tokens, heads = layout("B T D"), layout("B K S R")

@@ -9,10 +9,11 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
-from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer, zigzag_order
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_order, zigzag_positions
 from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.layers import prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.plan import CompressionPlan
@@ -61,7 +62,8 @@ def lowered(config, method, length, implementation):
     sharded = network.on_mesh(MeshConfig(sequence=4).create())
     x = jax.ShapeDtypeStruct((1, padded(method, length, 4), config.embed_dim), config.dtype)
     block, spec = sharded.prompt_layers[0], sharded.layer_caches[0]
-    return zigzag_layer.trace(block, x, spec, sharded.mesh, ZIGZAG[method], implementation)
+    options = (implementation, "replicated", "native", ZIGZAG[method], zigzag_positions)
+    return prompt_layer.trace(block, x, jnp.array([length]), None, spec, None, sharded.mesh, *options)
 
 
 @pytest.mark.parametrize("method", ZIGZAG)
@@ -87,7 +89,5 @@ def test_refusals():
     near = model.model(plan).network.on_mesh(mesh)
     with pytest.raises(NotImplementedError, match=r"zigzag shards have no near set, not .*window=9"):
         ZigzagTransformer(near, ZIGZAG["ring_zigzag"]).hidden(tokens)
-    for option in ({"weights": "gathered"}, {"payload": "coded"}):
-        network = model.dense.on_mesh(mesh, **option)
-        with pytest.raises(NotImplementedError, match="does not run in zigzag shards"):
-            ZigzagTransformer(network, ZIGZAG["ring_zigzag"])
+    with pytest.raises(NotImplementedError, match="payload='coded': not supported by attention=ring_zigzag"):
+        ZigzagTransformer(model.dense.on_mesh(mesh, payload="coded"), ZIGZAG["ring_zigzag"])
