@@ -55,11 +55,12 @@ def test_formula_is_what_is_compiled(near, method):
     assert hlo_bytes(text) == expected
 
 
+@pytest.mark.parametrize("method", ["zdc", "window"])
 @pytest.mark.parametrize("near", ["window", "window of several devices"])
-def test_cache_adds_its_trailing_coordinates(near):
+def test_cache_adds_its_trailing_coordinates(near, method):
     heads, options = NEAR[near]
     config = CONFIGS[heads]
-    plan = CompressionPlan.uniform(config, qk=16, v=32, **options)
+    plan = CompressionPlan.of_layers(config, [LayerRanks(16, 32)] * 2, method=method, **options)
     model = network(config, plan).on_mesh(MeshConfig(sequence=4).create())
     program = jax.jit(lambda tokens, end: model.prefill(tokens, end, capacity=128))
     prompts = jax.ShapeDtypeStruct((2, 61), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
