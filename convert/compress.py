@@ -32,7 +32,6 @@ from zdc_jax.evaluation.text import Document, read_documents
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load, stored_basis
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import PLAN_FILE, coded_plan
 
@@ -349,9 +348,9 @@ class _Judge:
         if name not in self.state.reports:
             self.watch(f"judging {name}")
             if self.evaluation is None:
-                dense = _network_of(self.dense)
+                dense = self.dense.network
                 self.evaluation = Evaluation(dense, self.material, protocol="cached", batch=1)
-            network = _network_of(load(self.checkpoint.path, self.plan(name)))
+            network = load(self.checkpoint.path, self.plan(name)).network
             self.state.reports[name] = self.evaluation.evaluate(network).to_json()
             self.state.save()
         return self.state.reports[name]
@@ -385,11 +384,6 @@ class _Judge:
         prompt = [next(iter(model.config.eos_ids), 0)] * (self.context - new)
         result = [generate(model, [prompt], new, stop_tokens=()) for _ in range(2)][-1]
         return (len(result.completions[0].tokens) - 1) / max(result.timings.decode, 1e-9)
-
-
-def _network_of(model: LanguageModel) -> Transformer:
-    assert isinstance(model.network, Transformer)  # It was not loaded onto a mesh.
-    return model.network
 
 
 def _find_worst(report: dict[str, Any]) -> float | None:

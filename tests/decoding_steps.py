@@ -8,12 +8,11 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.transformer import ShardedTransformer
 
 
 @jax.jit
 def decoded(
-    network: Transformer | ShardedTransformer,
+    network: Transformer,
     cache: KVCache,
     tokens: Int[Array, "steps B"],
     ends: Int[Array, "steps B"],
@@ -32,9 +31,7 @@ def decoded(
     return jax.lax.scan(step, cache, (tokens, ends))
 
 
-def assert_one_of_two(
-    network: Transformer | ShardedTransformer, cache: KVCache, tokens: Int[Array, "2 steps"]
-) -> None:
+def assert_one_of_two(network: Transformer, cache: KVCache, tokens: Int[Array, "2 steps"]) -> None:
     """Assert that the first of two sequences decodes alone to the same result in 16 bits."""
     ends = cache.lengths + 1 + jnp.arange(tokens.shape[1])[:, None]
     _, both = decoded(network, cache, tokens.T, ends)

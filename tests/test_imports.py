@@ -18,9 +18,12 @@ BASE = "zdc_jax.axes zdc_jax.config zdc_jax.errors zdc_jax.fields zdc_jax.files"
 CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
 PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
+NETWORK = (
+    f"{MODEL} zdc_jax.basis zdc_jax.parallel zdc_jax.model.transformer zdc_jax.model.together "
+    "zdc_jax.model.observe"
+)
 LOADING = (
-    f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
-    "zdc_jax.presets zdc_jax.loading"
+    f"{NETWORK} zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.fold zdc_jax.presets zdc_jax.loading"
 )
 SERVING_ROOMS = (
     f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine zdc_jax.server zdc_jax.replicas"
@@ -39,6 +42,9 @@ ALLOWED = {
     "zdc_jax.ops": f"{BASE} kernels_pallas",
     "zdc_jax.cache": f"{BASE} kernels_pallas zdc_jax.ops",
     "zdc_jax.model": MODEL,
+    "zdc_jax.model.transformer": NETWORK,
+    "zdc_jax.model.together": NETWORK,
+    "zdc_jax.model.observe": NETWORK,
     "zdc_jax.checkpoint": f"{BASE} zdc_jax.model",
     "zdc_jax.parallel": f"{MODEL} zdc_jax.basis",
     "zdc_jax.fold": f"{MODEL} zdc_jax.basis zdc_jax.parallel",
@@ -116,6 +122,7 @@ def test_imports_go_one_way():
         ("zdc_jax.ops.xla", "zdc_jax.Checkpoint"),
         ("zdc_jax.cache.classes", "zdc_jax.model.block"),
         ("zdc_jax.model.block", "zdc_jax.parallel.mesh"),
+        ("zdc_jax.parallel.layers", "zdc_jax.model.transformer"),
         ("zdc_jax.model.block", "zdc_jax.generation.api"),
         ("zdc_jax.model.block", "zdc_jax.evaluation.text"),
         ("zdc_jax.loading", "zdc_jax.planning.choose"),

@@ -18,13 +18,11 @@ from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
 from zdc_jax.fold import cast, prepared_layers
-from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload, check_basis, check_payload
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import resolve_plan
@@ -84,7 +82,7 @@ class LanguageModel:
       chat_template: chat template; None for models without one.
     """
 
-    network: Transformer | ShardedTransformer
+    network: Transformer
     tokenizer: Tokenizer | None = None
     basis: Basis | None = None
     chat_template: ChatTemplate | None = None
@@ -174,13 +172,16 @@ def load(
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
     layers = prepared_layers(stored, config, plan, basis, target, payload)
-    network: Transformer | ShardedTransformer
-    if devices is None:
-        network = Transformer(config, plan, embeddings, layers, reproducible=reproducible)
-    else:
-        blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
-        ends = Embeddings(embeddings, config)
-        network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights, payload=payload)
+    network = Transformer(
+        config,
+        plan,
+        embeddings,
+        layers,
+        devices,
+        reproducible=reproducible,
+        weights=weights,
+        payload=payload,
+    )
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 

@@ -181,7 +181,7 @@ class CompressionPlan:
                 )
 
     def _check_classes(self, classes: TokenClasses) -> None:
-        if self.method != "zdc":
+        if not self.settings.token_classes:
             raise PlanError(f"method={self.method!r} does not support token classes; use method='zdc'")
         leaders, count = classes.leaders, len(self.layers)
         for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
@@ -307,6 +307,11 @@ class CompressionPlan:
     def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
         """Return the cache spec of each layer, for a model of this dtype."""
         return _layer_caches(self, dtype)
+
+    @property
+    def exchanges_quantized(self) -> bool:
+        """Whether the devices of a mesh exchange quantized keys and values, in at least one layer."""
+        return any(spec.exchange == "quantized" for spec in self.layer_caches("bfloat16"))
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
         """Return the bytes of a KV cache for `batch` sequences of `capacity` tokens."""

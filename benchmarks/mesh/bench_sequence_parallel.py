@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding
 from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.mesh.attention_parts import AttentionParts, link_rate, searched_partition
 from benchmarks.mesh.models import Model
-from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer
 from benchmarks.mesh.rivals.methods import ZIGZAG, attention_of, handed_bytes, method_bytes, padded
 from benchmarks.mesh.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
@@ -60,12 +60,12 @@ from benchmarks.mesh.rows import ROWS, TASKS, Row, Task, compare
 from benchmarks.model.models import SHAPES, ShapeName, seconds
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.layers import last_token, prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig, layout
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
-from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
 
@@ -292,11 +292,9 @@ class Bench:
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         x = self.by_token(padded(row.method, length, self.degree), network.dtype)
         block, spec = network.prompt_layers[0], network.layer_caches[0]
-        options = (spec, self.mesh, attention_of(row.method), self.implementation(row))
-        if row.method in ZIGZAG:
-            lowered = zigzag_layer.lower(block, x, *options)
-        else:
-            lowered = whole_layer.lower(block, x, *options, row.weights, row.payload)
+        attention, implementation = attention_of(row.method), self.implementation(row)
+        end, options = jnp.full(1, x.shape[1]), (implementation, row.weights, row.payload, attention)
+        lowered = prompt_layer.lower(block, x, end, None, spec, None, self.mesh, *options)
         out = {"formula": formula, "compiled": layers * hlo_bytes(lowered.compile().as_text())}
         if row.weights == "gathered":
             out["formula"] += layers * gathered_bytes(block, self.mesh)

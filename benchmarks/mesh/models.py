@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.model.models import InOneCall, capacity_for, random_codes
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.block import Block
+from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.layers import cache_sharding
 from zdc_jax.parallel.payload import Payload, scale_for
-from zdc_jax.parallel.transformer import ShardedTransformer, cache_sharding
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
@@ -49,18 +49,15 @@ class Model:
         payload: Payload = "native",
         *,
         decodes: bool = False,
-    ) -> ShardedTransformer:
+    ) -> Transformer:
         """Return a network for prompts, and for single tokens if it `decodes`.
 
         Gathered weights and weights for decoding are stored in addition to the replicated ones.
         """
         scales = random_scales(self.config) if payload == "float8" else {}
         scaled = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
-        spec = self.config.layers[0]
-        layers = (Block(layer, self.config, spec) for layer in scaled)
-        ends = Embeddings(self.embeddings, self.config)
         options: Any = {"weights": weights, "payload": payload, "decodes": decodes}
-        return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
+        return Transformer(self._cut(plan), plan, self.embeddings, scaled, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:
         """Return a network of arrays that every device stores, to be placed on single devices."""
@@ -116,7 +113,7 @@ class OnMesh:
       implementation: implementation of attention; `cudnn` decodes nothing.
     """
 
-    def __init__(self, network: ShardedTransformer, implementation: Implementation):
+    def __init__(self, network: Transformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
         self.decode = InOneCall(network, implementation)
 

@@ -24,15 +24,13 @@ from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.chunks import SMALLEST_BUCKET
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, Flat, Network, decode
+from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
-from zdc_jax.parallel.mesh import whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_2_13B = ModelConfig(
@@ -196,9 +194,9 @@ def random_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
 class InOneCall:
     """Greedy decoding of all sequences as `generate` does it, several tokens in one call."""
 
-    def __init__(self, network: Network, implementation: Implementation):
+    def __init__(self, network: Transformer, implementation: Implementation):
         self._flat = Flat.of(network)
-        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
+        self._where = network.on_all_devices
         self._options: Any = {"steps": MOST, "choice": "greedy", "implementation": implementation}
 
     def __call__(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:

@@ -83,7 +83,6 @@ class Compare:
         with np.load(self.answers) as answers:
             theirs = {name: answers[name] for name in answers if not name.endswith("-kept")}
         dense = load(self.model, dtype="float32").network
-        assert isinstance(dense, Transformer)
         nll = window_nll(dense, context, batch=self.batch)
         rows: list[dict[str, Any]] = [
             _row("perplexity of the contexts", None, -nll, theirs.pop("context").mean(1))

@@ -28,7 +28,6 @@ from zdc_jax.evaluation.evaluate import ContextReport, Evaluation, prepare
 from zdc_jax.evaluation.text import read_documents
 from zdc_jax.files import whole_file
 from zdc_jax.loading import load, stored_basis
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size, preset_plan
 
@@ -183,7 +182,6 @@ def main(options: Options) -> None:
         seed=options.seed,
     )
     dense = load(options.model, dtype=options.dtype).network
-    assert isinstance(dense, Transformer)  # It was not loaded onto a mesh.
     evaluation = Evaluation(dense, material, protocol="cached", batch=1)
     makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:
@@ -193,7 +191,6 @@ def main(options: Options) -> None:
         began = time.monotonic()
         plan, basis = makers[name]()
         network = load(options.model, plan, basis=basis, dtype=options.dtype).network
-        assert isinstance(network, Transformer)
         report = evaluation.evaluate(network)
         share = plan.bytes(options.context) / full.bytes(options.context)
         row = {"model": options.model.name, "method": plan.method, "plan": name} | describe(report)

@@ -16,7 +16,6 @@ from zdc_jax import load, methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 POSITIONS = 2**17
@@ -72,7 +71,7 @@ class ServedModel:
         config = replace(config, layers=config.layers[: self.layers])
         plan = self._plan_of(config)
         network = build(config, plan, rotated=plan != CompressionPlan.full(config))
-        return LanguageModel(network if mesh is None else ShardedTransformer.of(network, mesh))
+        return LanguageModel(network if mesh is None else network.on_mesh(mesh))
 
     @property
     def name(self) -> str:

@@ -167,7 +167,6 @@ def calibrate(
             )
         began = time.perf_counter()
         network = load(path, dtype=dtype).network
-        assert isinstance(network, Transformer)  # The model is not on a mesh.
         if options.reduction == "kmeans":
             moments = kmeans_moments(
                 network,
@@ -219,7 +218,6 @@ def measured_profile(
     """Measure the profile of a model in a basis on `windows` [W, T]."""
     plan = whole_plan(checkpoint.config).for_model("", "", basis.shifted)
     network = load(checkpoint.path, plan, basis=basis, dtype=dtype).network
-    assert isinstance(network, Transformer)  # The model is not on a mesh.
     profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
     return replace(profile, basis=basis.coordinates_hash)
 

@@ -166,7 +166,7 @@ class PlanFlags:
         plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, window=self.window, sinks=self.sinks)
         plan = plan.for_model(checkpoint.fingerprint)
         calibrated = (checkpoint.calibration_path / "basis").exists()
-        if method != "coded" or not calibrated:  # Calibration makes the codes of `coded` more accurate.
+        if not (settings.prefers_basis and calibrated):
             with contextlib.suppress(PlanError):
                 return replace(plan, rotated=False, method=method, settings=settings)
         plan = replace(plan, method=method, settings=settings)  # Raises too, unless a basis is missing.
@@ -334,7 +334,7 @@ class SearchFlags:
             if changed:
                 raise PlanError(f"{', '.join(changed)}: applies to a search only; add --texts PATH")
             return
-        allowed = ["--method"] if plan.method == "coded" and self.texts else []
+        allowed = ["--method"] if self.texts and methods.get_search_kind(plan.method or "") == "bits" else []
         if others := [flag for flag in list_changed(plan) if flag not in allowed]:
             raise PlanError(
                 f"{', '.join(others)}: a search chooses the whole plan; "
@@ -349,9 +349,7 @@ class SearchFlags:
         """Whether these flags ask for a plan, searched or predicted."""
         return bool(self.texts) or self.max_degradation is not None
 
-    def search(
-        self, path: Path, output: Path, console: Console, method: str | None = None
-    ) -> CompressionPlan:
+    def search(self, path: Path, output: Path, console: Console, method: str = "zdc") -> CompressionPlan:
         """Return the best plan found; without texts, the plan predicted from calibration.
 
         Progress goes to standard error. A journal next to `output` lets an interrupted search resume.
@@ -360,8 +358,9 @@ class SearchFlags:
           path: converted and calibrated folder.
           output: path of the plan's JSON, from which the names of journal and front derive.
           console: receives one line about the result.
-          method: `coded` to search plans of that method, else plans of `zdc`.
+          method: method of the plans, `zdc` or `coded`.
         """
+        chooses_bits = methods.get_search_kind(method) == "bits"
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
             max_degradation=limit,
@@ -375,14 +374,14 @@ class SearchFlags:
         )
         from convert.search.plots import write_front  # Matplotlib takes a second to import.
 
-        (CodedSearch if method == "coded" else Search).check(options)
+        (CodedSearch if chooses_bits else Search).check(options)
         checkpoint = Checkpoint.open(path)
         if not self.texts:
             plan = choose_plan(path, max_degradation=limit)
             assert plan is not None  # None is the answer only where a plan was measured.
             return plan
         basis = stored_basis(checkpoint)  # Reports a missing basis before much text is read.
-        if method != "coded" and self.mode == "window":
+        if not chooses_bits and self.mode == "window":
             stored_profile(checkpoint, basis)
         windows, documents = self._draw_texts(checkpoint)
         began = time.monotonic()  # Before the books, which measure the unmodified model.
@@ -394,7 +393,7 @@ class SearchFlags:
                 show(f"best within the limits: {words}")
 
             measuring: dict[str, Any] = {"dtype": self.dtype, "batch": self.batch, "journal": journal}
-            if method == "coded":
+            if chooses_bits:
                 books = CodedBooks.open(path, windows, documents, **measuring)
                 book = books.simulated
                 best = CodedSearch(books, options, show_best, began).run()

@@ -45,7 +45,7 @@ class Plan:
         if not self.search.is_requested:
             plan = self.flags.build(self.path)
         else:
-            plan = self.search.search(self.path, self.output, console, self.flags.method)
+            plan = self.search.search(self.path, self.output, console, self.flags.method or "zdc")
         if plan is None:
             raise PlanError(
                 "no plan described; give --preset, --budget, --max-score-error, --qk/--v, --window or "

@@ -11,7 +11,8 @@ from convert.demo_checkpoint.facts import draw_facts
 from convert.demo_checkpoint.mixing import Encode, end_with_question
 from zdc_jax.axes import Array
 from zdc_jax.evaluation.perplexity import window_nll
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 
 DISTANCES = (50, 200, 500, 1000, 1500, 1900)
 """Tokens between a fact and the question about it."""

@@ -31,7 +31,8 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.fold import cast, prepared_layer
 from zdc_jax.methods.coded import Settings
 from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import slots_for

@@ -239,9 +239,7 @@ class TrialBook:
 
     def _make_network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:
-            network = load(self.checkpoint.path, dtype=self.dtype.name).network
-            assert isinstance(network, Transformer)  # The model is not on a mesh.
-            return network
+            return load(self.checkpoint.path, dtype=self.dtype.name).network
         plan.check_model(self.config, self.checkpoint.fingerprint)
         plan = self.bind(plan)
         if self._simulation is not None and self._simulation.supports(plan):

@@ -20,9 +20,7 @@ from zdc_jax.errors import ChatError, PromptError
 from zdc_jax.generation import run, steps
 from zdc_jax.generation.chunks import bucket
 from zdc_jax.loading import TextSide
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import TokenClasses
 
 SHORT = replace(LLAMA, layers=LLAMA.layers[:2])
@@ -292,8 +290,7 @@ def test_a_refused_turn_leaves_the_conversation_as_it_was(plain, read):
 
 def test_prompts_of_a_mesh_are_read_whole(plain):
     mesh = MeshConfig(sequence=1).create()
-    assert isinstance(plain.network, Transformer)
-    model = replace(plain, network=ShardedTransformer.of(plain.network, mesh))
+    model = replace(plain, network=plain.network.on_mesh(mesh))
     conversations = [chat(one, max_new_tokens=9, stop_tokens=()) for one in (plain, model)]
     for message in MESSAGES[:2]:
         alone, on_mesh = (conversation.say(message) for conversation in conversations)

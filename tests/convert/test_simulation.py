@@ -15,7 +15,7 @@ from convert.search.trials import TrialBook
 from zdc_jax.evaluation.perplexity import token_nll
 from zdc_jax.evaluation.questions import Question
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.model import transformer
+from zdc_jax.model import run_layer
 from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.coded_costs import coded_levels, coded_plan
 from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, precisions
@@ -74,7 +74,7 @@ def test_all_plans_share_one_program(folder):
     compiled = []
     for key, value in ((keys[0], values[0]), (keys[3], values[1]), (keys[-1], values[-1])):
         books.simulated.measure(coded_plan(books.simulated.config, [build_layer(key, value)] * 2, 32))
-        compiled.append(transformer._whole_layer._cache_size())
+        compiled.append(run_layer.run_whole_layer._cache_size())
     assert len({*compiled}) == 1
 
 

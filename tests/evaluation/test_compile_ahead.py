@@ -14,7 +14,7 @@ from zdc_jax.evaluation import compile_ahead as module
 from zdc_jax.evaluation.answers import read_contexts
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import window_nll
-from zdc_jax.model import transformer
+from zdc_jax.model import run_layer
 from zdc_jax.plan import LayerRanks, TokenClasses
 
 
@@ -24,7 +24,7 @@ def read(network, windows):
 
 
 def compiled() -> int:
-    return transformer._whole_layer._cache_size() + transformer._extend_layer._cache_size()
+    return run_layer.run_whole_layer._cache_size() + run_layer.extend_layer_alone._cache_size()
 
 
 @pytest.fixture

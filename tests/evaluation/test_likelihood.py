@@ -14,7 +14,6 @@ from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.loading import LanguageModel
 from zdc_jax.methods import h2o
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 NEAR = {"window": 8, "sinks": 2}
@@ -115,7 +114,7 @@ def test_refusals_come_before_any_work(model):
 
 
 def test_models_on_a_mesh_are_refused():
-    network = ShardedTransformer.of(TinyModel(SHORT).dense, MeshConfig().create())
+    network = TinyModel(SHORT).dense.on_mesh(MeshConfig().create())
     with pytest.raises(MeshError, match="does not support a mesh; load the model without mesh="):
         score_continuations(LanguageModel(network), [([3], [4])])
 

@@ -8,6 +8,7 @@ from conftest import TinyModel
 
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import duplicate_single_token
+from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 LENGTHS = np.array([70, 33, 50])
@@ -54,6 +55,24 @@ def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
     host = jax.tree.map(np.asarray, (tiny_opt.embeddings, tiny_opt.layers))
     network = Transformer(tiny_opt.config, CompressionPlan.full(tiny_opt.config), *host)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
+
+
+def test_prefill_is_one_chunk(tiny: TinyModel):
+    network = tiny.model(CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)).network
+    tokens, end = jnp.asarray(tiny.tokens(2, 40)), jnp.array([40, 17])
+    last, cache = network.prefill(tokens, end, capacity=48)
+    hidden, extended = extend(network, network.new_cache(batch=2, capacity=48), tokens, end)
+    np.testing.assert_allclose(last, hidden[jnp.arange(2), end - 1], atol=1e-5)
+    assert cache.lengths.tolist() == extended.lengths.tolist() == [40, 17]
+
+
+def test_refusals_of_a_network_on_one_device_and_on_a_mesh(tiny: TinyModel):
+    network = tiny.model(CompressionPlan.full(tiny.config)).network
+    tokens, end = jnp.asarray(tiny.tokens(1, 8)), jnp.array([8])
+    with pytest.raises(NotImplementedError, match="compile_prefill: needs a network on a mesh"):
+        network.compile_prefill(tokens, end, capacity=8)
+    with pytest.raises(NotImplementedError, match="read_prompt: runs on one device, not on a mesh"):
+        network.on_mesh(MeshConfig().create()).read_prompt(tokens, end, capacity=8)
 
 
 @pytest.mark.matrix

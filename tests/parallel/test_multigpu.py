@@ -26,7 +26,6 @@ from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import NATIVE
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 
@@ -43,7 +42,7 @@ def test_runahead_in_padded_pieces(near):
     on_one = model.model(plan).network
     tokens, end = jnp.asarray(model.tokens(2, 1501)), np.array([1500, 1200])
     exact = np.asarray(on_one.hidden(tokens))
-    network = ShardedTransformer.of(on_one, MeshConfig(sequence=degree).create())
+    network = on_one.on_mesh(MeshConfig(sequence=degree).create())
     options = {"partition": Partition(pieces), "capacity": 1536}
     last, cache = MeshRunahead(network).prefill(tokens[:, :1500], end, **options)
     hidden, _ = network.extend(cache, tokens[np.arange(2), end][:, None], jnp.asarray(end + 1))
@@ -63,7 +62,7 @@ def test_token_classes(near):
     classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * 3, block=128)
     plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
     on_one = model.model(plan)
-    network = ShardedTransformer.of(on_one.network, MeshConfig(sequence=degree).create())
+    network = on_one.network.on_mesh(MeshConfig(sequence=degree).create())
     tokens = jnp.asarray(model.tokens(2, 1500))
     expected = np.asarray(on_one.network.hidden(tokens))
     got = np.asarray(network.hidden(tokens))[:, :1500]
@@ -115,7 +114,7 @@ def test_engine_answers_as_generate_on_one_device(steps):
     model = TinyModel(config).model(CompressionPlan.full(config))
     prompts = [prompt.tolist() for prompt in np.split(np.arange(3, 93) % 61, (9, 30))]
     expected = [each.tokens for each in generate(model, prompts, 12, stop_tokens=()).completions]
-    network = ShardedTransformer.of(model.network, MeshConfig(sequence=2).create())
+    network = model.network.on_mesh(MeshConfig(sequence=2).create())
     events: queue.Queue = queue.Queue()
     settings = EngineConfig(max_sequences=3, max_model_len=96, page=16, chunk=32, decode_steps=steps)
     with Engine(replace(model, network=network), settings) as engine:

@@ -195,6 +195,8 @@ class ClassLeader(LayerCacheSpec):
       blocks: division into classes.
     """
 
+    exchange = "classes"
+
     tokens: PrefixRing
     blocks: ClassBlocks
 
@@ -251,6 +253,8 @@ class ClassMember(LayerCacheSpec):
       important: coordinates (R, Z) of keys and values of important tokens.
       rest: coordinates (R, Z) of all other tokens.
     """
+
+    exchange = "classes"
 
     near: PrefixRing
     blocks: ClassBlocks

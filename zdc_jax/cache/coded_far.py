@@ -31,6 +31,7 @@ class CodedFar(NearFar):
     """
 
     clauses = NearFar.clauses | {"shift"}
+    exchange = "quantized"
 
     @abstractmethod
     def coded_parts(self, far: State) -> tuple[CodedParts, CodedParts]:

@@ -39,6 +39,8 @@ class CodedRing(PrefixRing):
       PlanError: R or Z is not 0, or the code needs several tokens, or does not support H coordinates.
     """
 
+    exchange = "quantized"
+
     code: Code
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ no ring, and the cache stores keys and values as the projections return them.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from kernels_pallas import (
 )
 from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, move_shift, put_rows
+from zdc_jax.cache.spec import Attended, Call, Exchange, LayerCacheSpec, move_shift, put_rows
 from zdc_jax.ops.attention import (
     Implementation,
     cache_refusal,
@@ -78,6 +78,7 @@ class PrefixRing(LayerCacheSpec):
     sinks: int = 0
     window: int = 0
     clauses = LayerCacheSpec.clauses | {"pages", "shift"}
+    exchange: ClassVar[Exchange | None] = "coordinates"
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         def empty(slots: int, width: int) -> Array:

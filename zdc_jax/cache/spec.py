@@ -34,6 +34,14 @@ Two more properties hold for every spec: attention on a cache equals attention o
 equals the size of the arrays.
 """
 
+Exchange = Literal["coordinates", "quantized", "classes"]
+"""Form in which the devices of a mesh exchange the keys and values of a prompt (`zdc_jax.parallel`).
+
+- `coordinates`: leading coordinates in the model's dtype, or in the payload's.
+- `quantized`: the quantized values that the cache stores.
+- `classes`: coordinates of tokens in two classes.
+"""
+
 State = Any
 """Arrays of one layer's cache: a tree whose leaves begin with the axis B."""
 
@@ -104,12 +112,14 @@ class LayerCacheSpec(ABC):
       head_dim: head dimension H.
       dtype: dtype of the model's activations; the cache may store another.
       clauses: clauses of the contract that the spec satisfies.
+      exchange: form of keys and values between the devices of a mesh; None if the spec runs on one device.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
     clauses: ClassVar[frozenset[Clause]] = frozenset({"chunked", "ragged", "order", "reuse"})
+    exchange: ClassVar[Exchange | None] = None
 
     @property
     def alignment(self) -> int:

@@ -29,7 +29,6 @@ from zdc_jax.generation.run import Run
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
 
@@ -206,7 +205,7 @@ class Conversation:
 def keeps_cache(model: LanguageModel) -> bool:
     """Return whether the cache after decoding equals the one after prefill of the same tokens."""
     network = model.network
-    return isinstance(network, Transformer) and all(
+    return network.mesh is None and all(
         "chunked" in spec.clauses and spec.alignment == 1 for spec in network.layer_caches
     )
 

@@ -15,8 +15,9 @@ from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, Frontier, Network, SampledTokens, choose
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 
 SHAPED: tuple[Choice, ...] = ("scored", "any")
 """Kinds of programs that choose tokens from changed logits (`Shaping`)."""
@@ -25,7 +26,7 @@ SHAPE = "shape"
 
 
 def list_choosing(
-    network: Network,
+    network: Transformer,
     state: DecodeState,
     shaping: Shaping,
     *,

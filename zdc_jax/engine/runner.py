@@ -41,7 +41,6 @@ from zdc_jax.generation.steps import (
     DecodeState,
     Flat,
     Frontier,
-    Network,
     SampledTokens,
     advance,
     advance_with,
@@ -50,8 +49,7 @@ from zdc_jax.generation.steps import (
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.mesh import DATA, SEQUENCE
 
 logger = logging.getLogger("zdc_jax")
 
@@ -156,15 +154,14 @@ class Runner:
       CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
-    def __init__(self, network: Network, layout: Layout, *, chunk: int, steps: int | None = None):
+    def __init__(self, network: Transformer, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
-        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
+        self._where = network.on_all_devices
         self.steps = steps or (STEPS_ON_MESH if self._where else 1)
         self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
-        devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
-        self.whole = chunk if devices > 1 and layout.has_pages else None
-        self.together = isinstance(network, Transformer) and layout.has_pages
+        self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
+        self.together = network.mesh is None and layout.has_pages
         apart = any(spec.queries_apart for spec in layout.specs)
         several = MAX_CHUNKS if self.together and not apart else 1
         self.grouping = Grouping(several, self._widths[0], self._pad_width)
@@ -400,7 +397,7 @@ class Runner:
         """Return how to lower a program of layers whose packed inputs have this shape."""
 
         def run(
-            flat: Flat[Network], state: DecodeState, table: Array, packed: Array
+            flat: Flat[Transformer], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
             state = state._replace(cache=replace(state.cache, table=table))
             state, result = step(flat.whole, state, packed)
@@ -466,7 +463,7 @@ def needed_bytes(program: Compiled) -> int:
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
-def servable(network: Network) -> Network:
+def servable(network: Transformer) -> Transformer:
     """Check that the engine can serve a network, and return the network.
 
     Raises:
@@ -474,13 +471,12 @@ def servable(network: Network) -> Network:
         on a mesh.
       MeshError: the mesh divides sequences.
     """
-    if isinstance(network, ShardedTransformer):
-        if (data := network.mesh.shape[DATA]) > 1:
-            raise MeshError(
-                f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
-            )
-        if network.plan.classes is not None:
-            raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
+    if (data := network.count_devices(DATA)) > 1:
+        raise MeshError(
+            f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
+        )
+    if network.mesh is not None and network.plan.classes is not None:
+        raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
     for layer, spec in enumerate(network.layer_caches):
         if missing := CLAUSES - spec.clauses:
             kind = type(spec).__name__
@@ -522,7 +518,7 @@ def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty
 
 
 def _prefill_chunk(
-    network: Network, state: DecodeState, packed: Array
+    network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
     """Prefill one chunk of one sequence; return its frontier and hidden states.
 
@@ -570,7 +566,7 @@ def _prefill_and_decode(
 
 
 def _prefill_whole(
-    network: ShardedTransformer, state: DecodeState, packed: Array
+    network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, None, None]]:
     """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
     row, _, count = packed[: CHUNK_HEADER - 1]
@@ -586,14 +582,14 @@ def _prefill_whole(
     return state._replace(cache=state.cache.with_row(row, cache)), (frontier, None, None)
 
 
-def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
+def _decode(network: Transformer, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
     """Run the layers of one decode step of all active sequences."""
     cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
     return state._replace(cache=cache), frontier
 
 
 def _decode_loop(
-    steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
+    steps: int, choice: Choice, network: Transformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, SampledTokens]:
     """Run `steps` decode steps of all active sequences, without asking the host in between."""
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)

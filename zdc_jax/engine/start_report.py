@@ -7,16 +7,15 @@ import jax
 
 from zdc_jax.cache.kv_cache import device_bytes
 from zdc_jax.engine.layout import Layout
-from zdc_jax.generation.steps import Network
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 logger = logging.getLogger("zdc_jax.engine")
 
 
-def report_start(network: Network, layout: Layout, max_model_len: int) -> None:
+def report_start(network: Transformer, layout: Layout, max_model_len: int) -> None:
     """Log devices, dtype, plan, bytes of a cached token, and tokens that fit."""
-    mesh = network.mesh if isinstance(network, ShardedTransformer) else None
+    mesh = network.mesh
     devices = jax.local_devices()[:1] if mesh is None else mesh.devices.flat
     kinds = Counter(device.device_kind for device in devices)
     logger.info(
@@ -36,7 +35,7 @@ def report_start(network: Network, layout: Layout, max_model_len: int) -> None:
     )
 
 
-def _describe_plan(network: Network, tokens: int) -> str:
+def _describe_plan(network: Transformer, tokens: int) -> str:
     """Return the method of a plan, and its share of a 16-bit cache."""
     plan, full = network.plan, CompressionPlan.full(network.config)
     share = plan.bytes(tokens) / full.bytes(tokens)

@@ -12,7 +12,8 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.evaluation.greedy import generate_greedy
 from zdc_jax.evaluation.perplexity import compare_predictions
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 
 CONTINUED = 64
 """Largest number of tokens that continue a context."""

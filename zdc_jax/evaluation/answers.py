@@ -16,7 +16,8 @@ from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
 from zdc_jax.generation.steps import take_last
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 
 Protocol = Literal["cached", "exact"]
 """Protocol for reading a context. `cached`: each token attends to earlier tokens as the cache stores them.

@@ -65,7 +65,7 @@ def score_continuations(
       MeshError: the model is on a mesh.
       CacheMemoryError: the KV cache does not fit into memory.
     """
-    if not isinstance(model.network, Transformer):
+    if model.network.mesh is not None:
         raise MeshError("scoring continuations does not support a mesh; load the model without mesh=")
     if not is_whole(batch) or batch < 1:
         raise PromptError(f"{batch=} must be a whole number >= 1")

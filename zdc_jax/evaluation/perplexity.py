@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import NonFiniteError
-from zdc_jax.model.transformer import Embeddings, Transformer
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
@@ -126,9 +126,7 @@ class Predictions:
     states: Float[np.ndarray, "W S D"]
 
 
-def predict(
-    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
-) -> Predictions:
+def predict(network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1) -> Predictions:
     """Run a network on windows of text; the arguments are those of `token_nll`.
 
     Raises:
@@ -146,7 +144,7 @@ def predict(
 
 
 def token_nll(
-    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+    network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, "W T_next"]:
     """Return the negative log-likelihood of each token after a window's first, float32 [W, T-1], in nats.
 
@@ -166,7 +164,7 @@ def token_nll(
 
 
 def _read_batches(
-    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], batch: int
+    network: Transformer, windows: Int[np.ndarray, "W T"], batch: int
 ) -> Iterator[tuple[Array, Array, int]]:
     """Yield the hidden states and tokens of each batch, and how many of its windows are not padding."""
     for start in range(0, len(windows), batch):
@@ -176,7 +174,7 @@ def _read_batches(
 
 
 def window_nll(
-    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+    network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, " W"]:
     """Return the mean of `token_nll` over each window, float64 [W], in nats per token."""
     return token_nll(network, windows, batch=batch).mean(1, dtype=np.float64)
@@ -206,7 +204,7 @@ def compare_predictions(
 
 
 def compare(
-    network: Transformer | ShardedTransformer,
+    network: Transformer,
     dense: Predictions,
     windows: Int[np.ndarray, "W T"],
     *,

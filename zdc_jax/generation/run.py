@@ -32,10 +32,7 @@ from zdc_jax.generation.steps import (
 )
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 
 
 class Run:
@@ -141,9 +138,9 @@ class Run:
         """Prefill all prompts; each chunk yields the first tokens of the prompts that end in it."""
         request, network = self.request, self.model.network
         lengths = np.array([len(prompt) for prompt in request.prompts], np.int32)
-        if isinstance(network, ShardedTransformer):
+        if self._on_mesh:
             network.check_fits(len(lengths), request.capacity)
-            state, result = self._prefill_on_mesh(network, lengths)
+            state, result = self._prefill_on_mesh(lengths)
             self.kv_bytes = state.cache.bytes()
             return state, [result]
         cache, self.cache = self.cache, None  # The steps donate its arrays.
@@ -157,7 +154,7 @@ class Run:
             and len(widths) == 1
             and fits_program(network.layer_caches, batch=batch, capacity=capacity)
         ):
-            return self._prefill_new(network, lengths, min(widths[0], capacity))
+            return self._prefill_new(lengths, min(widths[0], capacity))
         if cache is None:
             cache = network.new_cache(batch=batch, capacity=capacity)
         state = DecodeState.of(cache)._replace(shaping=self._shaping)
@@ -180,11 +177,9 @@ class Run:
         self.kv_bytes = state.cache.bytes()
         return state, results
 
-    def _prefill_new(
-        self, network: Transformer, lengths: np.ndarray, width: int
-    ) -> tuple[DecodeState, list[SampledTokens]]:
+    def _prefill_new(self, lengths: np.ndarray, width: int) -> tuple[DecodeState, list[SampledTokens]]:
         """Prefill prompts that fit into one call, together with the creation of their cache."""
-        specs, capacity = network.layer_caches, self.request.capacity
+        specs, capacity = self.model.network.layer_caches, self.request.capacity
         check_fits_now(specs, batch=len(lengths), capacity=capacity)
         state, result = prefill_new(
             self._flat,
@@ -200,11 +195,9 @@ class Run:
         self.kv_bytes = state.cache.bytes()
         return state, [result]
 
-    def _prefill_on_mesh(
-        self, network: ShardedTransformer, lengths: np.ndarray
-    ) -> tuple[DecodeState, SampledTokens]:
+    def _prefill_on_mesh(self, lengths: np.ndarray) -> tuple[DecodeState, SampledTokens]:
         """Prefill whole prompts, split by token; the cache is then split by head."""
-        request = self.request
+        request, network = self.request, self.model.network
         width = capacity_for(int(lengths.max()), self.model.config.max_positions)
         hidden, cache = network.prefill(
             jnp.asarray(padded(request.prompts, width)),
@@ -212,7 +205,7 @@ class Run:
             capacity=request.capacity,
             implementation=self._implementation,
         )
-        state, ends = DecodeState.of(cache, whole_on(network.mesh)), np.ones(len(lengths), bool)
+        state, ends = DecodeState.of(cache, network.on_all_devices), np.ones(len(lengths), bool)
         state = state._replace(shaping=self._shaping)
         return first(self._flat, state, hidden, ends, self._numbers, choice=self._choice)
 
@@ -250,7 +243,7 @@ class Run:
 
     @property
     def _on_mesh(self) -> bool:
-        return isinstance(self.model.network, ShardedTransformer)
+        return self.model.network.mesh is not None
 
     def _find_unfinished(self) -> np.ndarray:
         """Return which sequences have not ended, [B] bool."""

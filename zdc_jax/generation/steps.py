@@ -23,11 +23,10 @@ from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.shaping import Shaping
+from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.together import Place, extend_together
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 
 _GRAPHS = "xla_gpu_enable_command_buffer"
 ONE_GRAPH = (
@@ -54,8 +53,6 @@ SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 XLA would merge products of the same tokens, such as those of gate and up projection, and copy their weights
 together for every chunk.
 """
-
-Network = Transformer | ShardedTransformer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
@@ -196,7 +193,7 @@ def _choose_in_state(
 
 
 def advance(
-    network: Network,
+    network: Transformer,
     state: DecodeState,
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
@@ -256,7 +253,7 @@ def take_last(hidden: Float[Array, "B T D"], count: Int[Array, " B"]) -> Float[A
     compiler_options=SEPARATE_PRODUCTS,
 )
 def prefill(
-    flat: Flat[Network],
+    flat: Flat[Transformer],
     state: DecodeState,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -282,7 +279,7 @@ def prefill(
 
 
 def _prefill_chunk(
-    flat: Flat[Network],
+    flat: Flat[Transformer],
     state: DecodeState,
     tokens: Array,
     count: Array,
@@ -301,7 +298,7 @@ def _prefill_chunk(
     compiler_options=SEPARATE_PRODUCTS,
 )
 def prefill_new(
-    flat: Flat[Network],
+    flat: Flat[Transformer],
     shaping: Shaping | None,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -326,7 +323,7 @@ def prefill_new(
 
 @partial(jax.jit, donate_argnums=1, static_argnames="choice")
 def first(
-    flat: Flat[Network],
+    flat: Flat[Transformer],
     state: DecodeState,
     hidden: Float[Array, "B D"],
     ends: Bool[Array, " B"],
@@ -348,7 +345,7 @@ def first(
     compiler_options=ONE_GRAPH,
 )
 def decode(
-    flat: Flat[Network],
+    flat: Flat[Transformer],
     state: DecodeState,
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
@@ -363,7 +360,7 @@ def decode(
 
 
 def decode_steps(
-    network: Network,
+    network: Transformer,
     state: DecodeState,
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
@@ -420,11 +417,11 @@ def decode_steps(
 
 
 def _replicate_results(
-    network: Network, state: DecodeState, chosen: SampledTokens
+    network: Transformer, state: DecodeState, chosen: SampledTokens
 ) -> tuple[DecodeState, SampledTokens]:
     """Copy tokens to all devices of a mesh, so that every process sees them; the cache stays sharded."""
-    if isinstance(network, Transformer):
+    if network.on_all_devices is None:
         return state, chosen
     results = (state.last, state.done, chosen)
-    last, done, chosen = jax.lax.with_sharding_constraint(results, whole_on(network.mesh))
+    last, done, chosen = jax.lax.with_sharding_constraint(results, network.on_all_devices)
     return state._replace(last=last, done=done), chosen

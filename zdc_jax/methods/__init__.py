@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zdc_jax.cache.evicting import Evicting, Scoring
 from zdc_jax.cache.prefix_ring import PrefixRing
@@ -27,6 +27,10 @@ Rotations = tuple[tuple[int, ...], tuple[int, ...]]
 """Block sizes of rotated coordinates: those of keys, and those of values."""
 
 
+SearchKind = Literal["ranks", "bits"]
+"""Quantity that a search of plans chooses in each layer."""
+
+
 @dataclass(frozen=True)
 class MethodSettings:
     """Options of a method besides ranks, sinks and window. Hashable, and with fields that JSON can represent.
@@ -37,9 +41,16 @@ class MethodSettings:
     Attributes:
       latent_keys: whether far keys are stored in coordinates of keys before the rotary embedding
         (`Basis.k_latent`).
+      token_classes: whether plans may have token classes (`zdc_jax.plan.TokenClasses`).
+      prefers_basis: whether a calibrated basis makes the method more accurate even if it keeps all
+        coordinates.
+      search: what a search of plans chooses in each layer; None if there is no search for the method.
     """
 
     latent_keys: ClassVar[bool] = False
+    token_classes: ClassVar[bool] = False
+    prefers_basis: ClassVar[bool] = False
+    search: ClassVar[SearchKind | None] = None
 
     def rotations(self, R: int, Z: int) -> Rotations:
         """Return the block sizes into which the rotation `gaussian_codes.turn` is folded.
@@ -86,6 +97,12 @@ def named(name: str) -> ModuleType:
     if name not in names():
         raise ValueError(f"method={name!r} must be one of {names()}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def get_search_kind(name: str) -> SearchKind | None:
+    """Return what a search of plans of a method chooses; None without a search, or for an unknown name."""
+    kind: SearchKind | None = named(name).Settings.search if name in names() else None
+    return kind
 
 
 def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:

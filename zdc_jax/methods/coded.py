@@ -64,6 +64,9 @@ class Settings(MethodSettings):
       PlanError: a setting has an invalid value.
     """
 
+    prefers_basis = True
+    search = "bits"
+
     bits_k: int = 8
     bits_v: int = 8
     bits_index: int = 8

@@ -14,6 +14,9 @@ from zdc_jax.plan import CompressionPlan
 class Settings(MethodSettings):
     """Settings of the method, which has none besides ranks, sinks, window and token classes."""
 
+    token_classes = True
+    search = "ranks"
+
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""

@@ -1,6 +1,7 @@
-"""Decoder-only transformer with a compressed KV cache."""
+"""Decoder-only transformer with a compressed KV cache, on one device or on a mesh."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,98 +9,144 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
-from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
+from zdc_jax.cache.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.block import Block, map_tokens
-from zdc_jax.model.layers import Norm, Reduce, param, skip_reduction
-from zdc_jax.model.tiles import attend_one_by_one, by_tiles
+from zdc_jax.errors import MeshError
+from zdc_jax.model.block import Block
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.run_layer import extend_layer_alone, read_layer_exactly, run_whole_layer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.contract import duplicate_single_token, einsum_f32
-from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.contract import duplicate_single_token
+from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
+from zdc_jax.parallel.classes import check_classes, run_groups
+from zdc_jax.parallel.coded import check_caches
+from zdc_jax.parallel.exchange import kv_copies
+from zdc_jax.parallel.layers import (
+    check_weights,
+    create_cache,
+    embed_prompts,
+    last_token,
+    prompt_layer,
+    token_layer,
+)
+from zdc_jax.parallel.mesh import BY_HEAD, BY_TOKEN, DATA, SEQUENCE, degree, layout, whole_on
+from zdc_jax.parallel.payload import Payload, check_payload
+from zdc_jax.parallel.weights import WeightPlacement, placed, replicated
 from zdc_jax.plan import CompressionPlan
 
 
-class Embeddings(nnx.Module):
-    """Token embeddings (and learned positions), final norm and output head."""
-
-    def __init__(self, weights: Mapping[str, Any], config: ModelConfig, *, reproducible: bool = False):
-        """Create them; `reproducible` as in `Transformer`."""
-        self.reproducible = reproducible
-        self.tokens = nnx.Param(weights["tokens"])
-        self.positions = param(weights, "positions")
-        self.project_in = param(weights, "project_in")
-        self.project_out = param(weights, "project_out")
-        self.final_norm = Norm(weights["final_norm"], config) if config.final_norm else None
-        self.lm_head = param(weights, "lm_head")
-        self.position_offset = config.position_offset or 0
-        self.scale, self.logit_divisor = config.embed_scale, config.logit_divisor
-
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return embeddings of tokens, with learned positions where the model has them."""
-        x = self.tokens[...][tokens]
-        if self.scale != 1:
-            x *= jnp.asarray(self.scale, x.dtype)
-        if self.project_in is not None:
-            matrix = self.project_in[...]
-            x = by_tiles(lambda x: x @ matrix, x) if self.reproducible else x @ matrix
-        if self.positions is not None:
-            x = x + self.positions[...][positions + self.position_offset]
-        return x
-
-    def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Return float32 logits."""
-        if not self.reproducible:
-            return self._compute_logits(x)
-        return by_tiles(self._compute_logits, x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-
-    def _compute_logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        if self.project_out is not None:
-            x = x @ self.project_out[...]
-        head = self.tokens[...] if self.lm_head is None else self.lm_head[...]
-        logits = einsum_f32("...D,VD->...V", x, head)
-        return logits if self.logit_divisor == 1 else logits / self.logit_divisor
-
-
 class Transformer(nnx.Module):
-    """Decoder-only transformer: embeddings, layers and head.
+    """Decoder-only transformer: embeddings, layers and head, on one device or on a mesh.
 
     Layers are separate arrays in an unrolled loop. A scan over stacked layers would copy each layer's weights
     out of the stack before every product, about a quarter of the time of a decoded token.
 
+    A mesh divides the batch over `data`, prompt tokens over `sequence`, and heads over `model`. For prompts,
+    every device along `sequence` stores all weights (of its share along `model`), or gathers them layer by
+    layer. For decoded tokens it also stores a share by head: `sequence` then divides heads like `model`.
+
+    Prompts may exchange q, k, v and o in fewer bits (`zdc_jax.parallel.payload`). The cache then stores the
+    first coordinates of keys and values as they arrived, rounded; `coded` replaces those of near tokens by
+    unrounded ones. Quantized caches exchange keys and values in their own codes (`zdc_jax.parallel.coded`).
+
     Attributes:
       config: architecture of the model.
       plan: compression plan that the weights were prepared for; `full` if unmodified.
+      mesh: devices that share the work; None for the default device.
+      weights: placement of the weights for prompts on a mesh (`zdc_jax.parallel.weights`).
+      payload: format in which a mesh exchanges prompts.
+      embeddings: embeddings, final norm and head.
+      layers: layers in order; on a mesh, their heads are divided over `model` and `sequence`.
     """
+
+    mesh: Mesh | None = None
+    _layers_by_token: nnx.List | None = None
 
     def __init__(
         self,
         config: ModelConfig,
         plan: CompressionPlan,
-        embeddings: Mapping[str, Any],
-        layers: Iterable[Mapping[str, Any]],
+        embeddings: Mapping[str, Any] | Embeddings,
+        layers: Iterable[Mapping[str, Any] | Block],
+        mesh: Mesh | None = None,
         *,
         reproducible: bool = False,
+        weights: WeightPlacement = "replicated",
+        payload: Payload = "native",
+        decodes: bool = True,
     ):
-        """Put weights on the default device; `layers` are consumed in order, one at a time.
+        """Put weights, NumPy arrays or on devices, where they are needed.
 
-        With `reproducible`, the results for a token are those of one arithmetic, whatever else a program
-        computes (`zdc_jax.model.tiles`).
+        Args:
+          config: architecture of the model.
+          plan: compression plan of the weights.
+          embeddings: embeddings, final norm and head.
+          layers: layers in order, consumed one at a time.
+          mesh: device mesh; None for the default device.
+          reproducible: compute the results for a token with one arithmetic, whatever else a program computes
+            (`zdc_jax.model.tiles`). Without a mesh only.
+          weights: placement of the weights for prompts on a mesh, see `zdc_jax.parallel.weights`.
+          payload: payload of the exchange on a mesh; `float8` needs layers prepared for it.
+          decodes: whether a mesh stores weights for `extend`.
+
+        Raises:
+          MeshError: heads, feed-forward columns or (with `gathered`) the embedding dimension cannot be
+            divided over this mesh. Raised before any layer is consumed.
+          ValueError: `weights` or `payload` is unknown.
+          NotImplementedError: the method's caches cannot be divided by head after an exchange, or `float8` is
+            combined with quantized caches.
         """
-        self.config, self.plan = config, plan
-        self.embeddings = Embeddings(jax.tree.map(jnp.asarray, embeddings), config, reproducible=reproducible)
-        blocks = zip(layers, config.layers, strict=True)
-        self.layers = nnx.List(
-            [
-                Block(jax.tree.map(jnp.asarray, layer), config, spec, reproducible=reproducible)
-                for layer, spec in blocks
-            ]
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self.weights, self.payload = weights, payload
+        if mesh is not None:
+            check_payload(payload)
+            check_caches(plan, payload, degree(mesh, BY_HEAD))
+            check_weights(config, mesh, weights)
+        # On a mesh, host arrays must not pass through the default device.
+        put = jnp.asarray if mesh is None else _leave
+        if not isinstance(embeddings, Embeddings):
+            embeddings = Embeddings(jax.tree.map(put, embeddings), config, reproducible=reproducible)
+
+        blocks = (
+            layer
+            if isinstance(layer, Block)
+            else Block(jax.tree.map(put, layer), config, spec, reproducible=reproducible)
+            for layer, spec in zip(layers, config.layers, strict=True)
         )
+        if mesh is None:
+            self.embeddings, self.layers = embeddings, nnx.List(blocks)
+            return
+        self.embeddings = replicated(embeddings, mesh)
+        self._layers_by_token = nnx.List([placed(block, mesh, BY_TOKEN, weights) for block in blocks])
+        shared = self._layers_by_token if decodes else []
+        self.layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
+
+    def on_mesh(
+        self, mesh: Mesh, *, weights: WeightPlacement = "replicated", payload: Payload = "native"
+    ) -> "Transformer":
+        """Return this network of one device on a mesh; errors are those of the constructor."""
+        return Transformer(
+            self.config, self.plan, self.embeddings, self.layers, mesh, weights=weights, payload=payload
+        )
+
+    @property
+    def prompt_layers(self) -> Sequence[Block]:
+        """Layers that whole prompts run through; on a mesh their tokens are divided over `sequence`."""
+        return self.layers if self._layers_by_token is None else self._layers_by_token
+
+    @property
+    def on_all_devices(self) -> NamedSharding | None:
+        """Sharding of an array that every device of the mesh stores whole; None without a mesh."""
+        return None if self.mesh is None else whole_on(self.mesh)
+
+    def count_devices(self, axis: str) -> int:
+        """Return the number of devices along an axis of the mesh; 1 without a mesh."""
+        return 1 if self.mesh is None else self.mesh.shape[axis]
 
     @property
     def reproducible(self) -> bool:
@@ -118,26 +165,72 @@ class Transformer(nnx.Module):
 
     @property
     def device_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """`layer_caches` restricted to the heads of one device; here all heads."""
-        return self.layer_caches
+        """`layer_caches` restricted to the heads of one device."""
+        if self.mesh is None:
+            return self.layer_caches
+        shares = degree(self.mesh, BY_HEAD)
+        heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
+        return tuple(spec.on_heads(heads) for spec in self.layer_caches)
+
+    def check_fits(self, batch: int, capacity: int) -> None:
+        """Raise if such a cache does not fit.
+
+        Raises:
+          CacheMemoryError: a device's share exceeds its free memory.
+          MeshError: the batch cannot be divided over `data`.
+        """
+        check_fits(self.device_caches, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
 
     def new_cache(
         self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
     ) -> KVCache:
         """Create an empty cache for `batch` sequences of up to `capacity` tokens.
 
-        `specs` defaults to `layer_caches`. Errors are those of `KVCache.create`.
+        On a mesh it is divided as by `prefill`. `specs` describe one device's heads, default `device_caches`.
+
+        Raises:
+          CacheMemoryError: a device's share does not fit.
+          MeshError: the batch cannot be divided over `data`.
         """
-        return KVCache.create(specs or self.layer_caches, batch=batch, capacity=capacity)
+        specs = specs or self.device_caches
+        if self.mesh is None:
+            return KVCache.create(specs, batch=batch, capacity=capacity)
+        check_fits(specs, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
+        return create_cache(specs, self.mesh, batch, capacity)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
-    ) -> Float[Array, "B T D"]:
-        """Return the last hidden states of whole sequences, without a cache."""
+        self,
+        tokens: Int[Array, "B T"],
+        implementation: Implementation | None = None,
+        *,
+        attention: ShardedAttention = sharded_attention,
+    ) -> Float[Array, "B T_padded D"]:
+        """Return the last hidden states of whole sequences, without a cache.
+
+        On one device T_padded is T. On a mesh, T need not be a multiple of the devices along `sequence`.
+        Prompts are padded on the right, where causal attention does not look; with token classes each device
+        gets whole blocks. The result is divided by token and unspecified for padding.
+
+        Args:
+          tokens: whole sequences of equal length.
+          implementation: of attention, see `zdc_jax.ops.attention`.
+          attention: attention of one device's tokens to all tokens of a mesh. Use a module-level function: it
+            is hashed.
+
+        Raises:
+          MeshError: batch or tokens cannot be divided over this mesh. Raised before any computation.
+          NotImplementedError: the implementation cannot serve a call. Or a rounding payload or token classes
+            are combined with another `attention` than `sharded_attention`, or with one another.
+          CalibrationError: the payload is `float8` and layers have no scales.
+        """
+        if self.mesh is not None:
+            check_attention(attention, self.payload, self.plan)
+            end = jnp.full(len(tokens), tokens.shape[1])
+            return self._run_prompts(tokens, end, None, implementation, attention)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, aux = self.embeddings.embed(tokens, positions), None
         for block, spec in zip(self.layers, self.layer_caches, strict=True):
-            x, aux = _whole_layer(block, spec, x, positions, aux, implementation)
+            x, aux = run_whole_layer(block, spec, x, positions, aux, implementation)
         return x
 
     def __call__(
@@ -171,12 +264,81 @@ class Transformer(nnx.Module):
         x, aux = self.embeddings.embed(tokens, positions), None
         if not self.reproducible:
             x = duplicate_single_token(x)
+        run_layer: Any = extend_layer_alone if self.mesh is None else partial(token_layer, mesh=self.mesh)
+        run_layer = partial(run_layer, table=cache.table, implementation=implementation)
         states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
-            x, states[index], aux = _extend_layer(
-                block, spec, x, states[index], aux, positions, end, implementation, table=cache.table
-            )
+            x, states[index], aux = run_layer(block, spec, x, states[index], aux, positions, end)
         return x[: len(tokens)], replace(cache, layers=tuple(states), lengths=end)
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        capacity: int,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Prefill whole prompts; return the hidden states of their last tokens, and a cache.
+
+        On one device, prompts are one chunk of `extend`. On a mesh, the cache is divided by head over `model`
+        and `sequence`; KV heads are repeated if those do not divide them. The exchange has brought its first
+        coordinates, or its quantized values. The trailing coordinates of the last window and the sinks, or
+        their rings, are scattered by head.
+
+        Args:
+          tokens: prompts, padded on the right.
+          end: length of each prompt.
+          capacity: tokens per sequence of the cache.
+          implementation: of attention on each device.
+
+        Raises:
+          MeshError: on a mesh, T exceeds `capacity`. Other errors are those of `hidden` and `new_cache`.
+        """
+        if self.mesh is None:
+            cache = self.new_cache(batch=len(tokens), capacity=capacity)
+            x, cache = self.extend(cache, tokens, end, implementation)
+            return jnp.take_along_axis(x, end[:, None, None] - 1, axis=1)[:, 0], cache
+        if (length := tokens.shape[1]) > capacity:
+            raise MeshError(f"{capacity=}: must be >= {length}, the tokens of the prompts with padding")
+        x, states = self._run_prompts(tokens, end, capacity, implementation)
+        return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
+
+    def compile_prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        capacity: int,
+        implementation: Implementation | None = None,
+    ) -> None:
+        """Compile what `prefill` runs at these shapes, all kinds of layers concurrently in threads (ours).
+
+        Otherwise `prefill` compiles each kind on first use, which takes seconds per kind. Threads overlap
+        XLA's share of the work; tracing and lowering hold Python's lock.
+
+        Raises:
+          NotImplementedError: the plan has token classes, or there is no mesh.
+          MeshError: batch or tokens cannot be divided over this mesh.
+        """
+        if self.mesh is None:
+            raise NotImplementedError("compile_prefill: needs a network on a mesh")
+        if self.plan.classes is not None:
+            raise NotImplementedError("compile_prefill: does not support plans with token classes")
+        x, aux = self._embed_prompts(tokens), None
+        divided = NamedSharding(self.mesh, layout("B S K R"))
+        programs: dict[Any, Any] = {}
+
+        def add_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
+
+        lower_layer = partial(prompt_layer.lower, **self._list_options(capacity, implementation))
+        for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+            program = lower_layer(block, x, end, aux, spec)
+            programs.setdefault((spec, jax.tree.structure(aux)), program)
+            aux = jax.tree.map(add_sharding, program.out_info[2])
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda program: program.compile(), programs.values()))
 
     def read_prompt(
         self,
@@ -201,88 +363,85 @@ class Transformer(nnx.Module):
 
         Raises:
           CacheMemoryError: the cache does not fit.
+          NotImplementedError: the network is on a mesh.
         """
+        if self.mesh is not None:
+            raise NotImplementedError("read_prompt: runs on one device, not on a mesh; use prefill")
         specs, batch = self.layer_caches, tokens.shape[0]
         check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, states = self.embeddings.embed(tokens, positions), []
         for block, spec in zip(self.layers, specs, strict=True):
-            x, state = _prompt_layer(block, spec, x, positions, end, capacity)
+            x, state = read_layer_exactly(block, spec, x, positions, end, capacity)
             states.append(state)
         return x, KVCache(tuple(states), end, specs, capacity)
 
-
-@partial(jax.jit, static_argnames=("spec", "capacity"))
-def _prompt_layer(
-    block: Block, spec: LayerCacheSpec, x: Array, positions: Array, end: Array, capacity: int
-) -> tuple[Array, State]:
-    """Run one layer on whole prompts with exact attention; return its output and its compressed cache."""
-    call = Call(block.attention.scale)
-
-    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, State]:
-        q, k = k.rotate(q, None)
-        o, lse = block.attention.attend(q, k, v)
-        return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
-
-    return block(x, positions, attend, project=partial(spec.project, aux=None))
-
-
-@partial(jax.jit, static_argnames=("spec", "implementation"))
-def _whole_layer(
-    block: Block,
-    spec: LayerCacheSpec,
-    x: Array,
-    positions: Array,
-    aux: Any,
-    implementation: Implementation | None,
-) -> tuple[Array, Any]:
-    """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
-    call = Call(block.attention.scale, implementation)
-
-    def attend(q: Array, k: NewKeys, v: Any) -> tuple[Array, Any]:
-        attended = spec.attend_whole(q, k, v, positions, aux, call)
-        return attended.o, attended.aux
-
-    return block(x, positions, attend, implementation, partial(spec.project, aux=aux))
-
-
-def extend_layer(
-    block: Block,
-    spec: LayerCacheSpec,
-    x: Array,
-    state: State,
-    aux: Any,
-    positions: Array,
-    end: Array,
-    implementation: Implementation | None,
-    all_heads: Callable[[Array], Array] = own_heads,
-    reduce: Reduce = skip_reduction,
-    table: Array | None = None,
-) -> tuple[Array, State, Any]:
-    """Run one layer on new tokens x [B, T, D]; return its output, extended cache and auxiliary results.
-
-    See `LayerCacheSpec.attend` for the arguments, `Call` for `all_heads` and `table`, and `Block` for
-    `reduce`. `x` may come from `duplicate_single_token`: the weights then see two copies, attention and cache
-    the first.
-    """
-    call = Call(block.attention.scale, implementation, all_heads, table)
-    batch = len(end)
-
-    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
-        if block.reproducible:
-            rows, ends = (
-                jnp.broadcast_to(each[:, None], positions.shape) for each in (jnp.arange(batch), end)
+    def _run_prompts(
+        self,
+        tokens: Array,
+        end: Array,
+        capacity: int | None,
+        implementation: Implementation | None,
+        attention: ShardedAttention = sharded_attention,
+    ) -> tuple[Array, list[State]]:
+        """Return the last hidden states on a mesh and each layer's cache, None without a `capacity`."""
+        assert self.mesh is not None
+        if self.plan.classes is not None:
+            check_classes(self.payload)
+            return run_groups(
+                self.prompt_layers,
+                self.layer_caches,
+                self.plan.classes.leaders,
+                self._embed_prompts(tokens),
+                end,
+                capacity,
+                mesh=self.mesh,
+                implementation=implementation,
+                weights=self.weights,
             )
-            attended = attend_one_by_one(spec, state, q, k, v, rows, positions, ends, aux, call)
-            return attended.o, (attended.state, attended.aux)
-        q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
-        attended = spec.attend(state, q, k, v, positions, end, aux, call)
-        o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))
-        return o, (attended.state, attended.aux)
+        x, aux, states = self._embed_prompts(tokens), None, []
+        run_layer = partial(prompt_layer, **self._list_options(capacity, implementation, attention))
+        for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+            x, state, aux = run_layer(block, x, end, aux, spec)
+            states.append(state)
+        return x, states
 
-    wide = jnp.broadcast_to(positions, (len(x), positions.shape[1]))
-    x, (state, aux) = block(x, wide, attend, implementation, partial(spec.project, aux=aux), reduce)
-    return x, state, aux
+    def _list_options(
+        self,
+        capacity: int | None,
+        implementation: Implementation | None,
+        attention: ShardedAttention = sharded_attention,
+    ) -> dict[str, Any]:
+        """Return the options of `prompt_layer` that are equal for all layers."""
+        return {
+            "capacity": capacity,
+            "mesh": self.mesh,
+            "implementation": implementation,
+            "weights": self.weights,
+            "payload": self.payload,
+            "attention": attention,
+        }
+
+    def _local_batch(self, batch: int) -> int:
+        """Return the sequences per device, after checking that they can be divided."""
+        if batch % (count := self.count_devices(DATA)):
+            raise MeshError(
+                f"{batch=}: cannot be divided over data={count} devices; must be a multiple of it"
+            )
+        return batch // count
+
+    def _embed_prompts(self, tokens: Array) -> Array:
+        """Pad and embed tokens [B, T], after checking that they can be divided; blocks stay whole."""
+        assert self.mesh is not None
+        (B, T), U = tokens.shape, self.count_devices(SEQUENCE)
+        self._local_batch(B)
+        if T < U:
+            raise MeshError(f"{T} tokens: cannot be divided over sequence={U} devices; each needs one")
+        unit = U if self.plan.classes is None else U * self.plan.classes.block
+        padded = jnp.pad(tokens, ((0, 0), (0, -T % unit)))
+        return embed_prompts(self.embeddings, padded, jnp.int32(T), self.mesh)
 
 
-_extend_layer = jax.jit(extend_layer, static_argnames=("spec", "implementation"))
+def _leave(x: Any) -> Any:
+    """Return an array where it is."""
+    return x

@@ -89,7 +89,7 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
         raise NotImplementedError(f"attention={name}: token classes need sharded_attention")
     if any(ranks.shift for ranks in plan.layers):
         raise NotImplementedError(f"attention={name}: shifted keys need sharded_attention")
-    if plan.method != "zdc":
+    if plan.exchanges_quantized:
         raise NotImplementedError(f"attention={name}: method={plan.method!r} needs sharded_attention")
 
 

@@ -35,15 +35,15 @@ from zdc_jax.plan import CompressionPlan
 CodedSpec = CodedFar | CodedRing
 
 
-def check_codes(plan: CompressionPlan, payload: Payload, devices: int) -> None:
+def check_caches(plan: CompressionPlan, payload: Payload, devices: int) -> None:
     """Raise `NotImplementedError` if the caches of a plan cannot be divided by head over `devices` devices.
 
-    For plans of methods other than `zdc`; the message gives the reason.
+    The message gives the reason.
     """
     K = plan.num_kv_heads
     refused = f"method={plan.method!r}: does not run on a mesh"
     for layer, spec in enumerate(plan.layer_caches("bfloat16")):
-        if not isinstance(spec, PrefixRing | CodedFar):
+        if spec.exchange is None:
             raise NotImplementedError(f"{refused}; use 'zdc' or a method that quantizes tokens one by one")
         if isinstance(spec, CodedStore) and spec.block > 1:
             raise NotImplementedError(
@@ -59,7 +59,7 @@ def check_codes(plan: CompressionPlan, payload: Payload, devices: int) -> None:
                 f"{refused} of {devices} devices, because layer {layer} selects tokens by all queries of a "
                 f"KV head; num_kv_heads={K} must be a multiple of the devices"
             )
-    if payload == "float8":
+    if payload == "float8" and plan.exchanges_quantized:
         raise NotImplementedError(
             f"payload='float8': not supported with method={plan.method!r}, which exchanges keys and values "
             "in its own codes; use 'native' or 'coded'"

@@ -8,10 +8,10 @@ import math
 import re
 from collections import Counter
 
-from zdc_jax.cache.prefix_ring import ring_slots
+from zdc_jax.cache.prefix_ring import PrefixRing, ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
-from zdc_jax.parallel.coded import check_codes, stored_bytes
+from zdc_jax.parallel.coded import check_caches, stored_bytes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.payload import NEAR, Kind, Payload, block_bytes, halo_blocks, lse_bytes, row_bytes
@@ -45,8 +45,8 @@ def prefill_bytes(
       NotImplementedError: the payload cannot exchange the plan's token classes, or the plan's caches do not
         run on a mesh.
     """
-    if plan.method != "zdc":
-        check_codes(plan, payload, degree)
+    check_caches(plan, payload, degree)
+    if plan.exchanges_quantized:
         layers = range(len(plan.layers))
         return batch * sum(
             _coded_bytes(
@@ -62,15 +62,22 @@ def prefill_bytes(
     return batch * sum(
         layer_bytes(
             config,
-            ranks,
+            _exchanged_ranks(plan, index),
             plan.near(index),
             length=length,
             degree=degree,
             payload=payload,
             itemsize=itemsize,
         )
-        for index, ranks in enumerate(plan.layers)
+        for index in range(len(plan.layers))
     )
+
+
+def _exchanged_ranks(plan: CompressionPlan, layer: int) -> LayerRanks:
+    """Return the ranks of a layer, or 0 where its cache stores recent tokens only."""
+    spec = plan.layer_caches("bfloat16")[layer]
+    is_ring = isinstance(spec, PrefixRing) and not spec.R
+    return LayerRanks(0, 0) if is_ring else plan.layers[layer]
 
 
 def layer_bytes(
@@ -211,8 +218,9 @@ def cache_bytes(
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     ring = 0
-    for index, ranks in enumerate(plan.layers):
-        has_whole_ring = plan.has_classes(index) or plan.method != "zdc"
+    for index in range(len(plan.layers)):
+        ranks = _exchanged_ranks(plan, index)
+        has_whole_ring = plan.has_classes(index) or plan.exchanges_quantized
         exchanged = 0 if has_whole_ring else ranks.qk + ranks.v
         near = plan.near(index)
         ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - exchanged) * itemsize

@@ -16,9 +16,9 @@ from zdc_jax.errors import CalibrationError, PlanError
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import LanguageModel, check_options, load, stored_basis
+from zdc_jax.methods import get_search_kind
 from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import Payload, check_basis
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
@@ -122,7 +122,7 @@ def choose_plan(
     measure = _make_measure(load_dense, load_plan, windows)
     forecast = (
         coded_forecast(checkpoint.config, profile, basis)
-        if method == "coded"
+        if get_search_kind(method) == "bits"
         else Predictor.stored().forecast(checkpoint.config, profile)
     )
     context = basis.context_length
@@ -139,10 +139,10 @@ def choose_plan(
 def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
     if method not in get_args(PlanMethod):
         raise PlanError(f"{method=} must be one of {get_args(PlanMethod)}")
-    if method == "coded" and not checked:
-        raise PlanError("method='coded' needs text to measure plans; pass max_degradation= and check_text=")
-    if method == "coded" and on_mesh:
-        raise PlanError("method='coded' does not support a mesh; pass mesh=None")
+    if get_search_kind(method) == "bits" and not checked:
+        raise PlanError(f"{method=} needs text to measure plans; pass max_degradation= and check_text=")
+    if get_search_kind(method) == "bits" and on_mesh:
+        raise PlanError(f"{method=} does not support a mesh; pass mesh=None")
 
 
 def _predict_plan(
@@ -187,7 +187,7 @@ def _make_measure(
     The unmodified model is measured here, once.
     """
     dense = load_dense().network
-    batch = dense.mesh.shape[DATA] if isinstance(dense, ShardedTransformer) else 1
+    batch = dense.count_devices(DATA)
     dense_nll = window_nll(dense, windows, batch=batch)
     full, context = CompressionPlan.full(dense.config), windows.shape[1]
 

@@ -1,7 +1,7 @@
 """Rival exchanges of sequence parallelism: all-gather, ring attention, late Ulysses, and zigzag shards.
 
 `all_gather` and `ring` are `FarAttention` functions of what one device stores (`zdc_jax.parallel.far`). The
-functions named `…_attention` add recent tokens and serve `ShardedTransformer.hidden`.
+functions named `…_attention` add recent tokens and serve `Transformer.hidden`.
 
 In zigzag shards, device i of U stores chunks i and 2U-1-i of 2U chunks of a prompt. So all devices have the
 same amount of causal attention, as in Llama 3's context parallelism and in zigzag ring attention. Tokens are
@@ -16,22 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.parallel.attention import ShardedAttention, sharded_attention, widened
+from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention, widened
 from zdc_jax.parallel.exchange import gather_heads, moved, scatter_heads
 from zdc_jax.parallel.far import FarKeys, Near
-from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh, sum_over
-from zdc_jax.parallel.transformer import ShardedTransformer, last_token
-from zdc_jax.parallel.weights import weight_specs
+from zdc_jax.parallel.layers import embed_prompts, last_token, prompt_layer
+from zdc_jax.parallel.mesh import SEQUENCE
 
 
 def all_gather(
@@ -216,15 +212,12 @@ class ZigzagTransformer:
       attention: `all_gather_zigzag` or `ring_zigzag`.
 
     Raises:
-      NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
+      NotImplementedError: the plan has token classes or shifted or quantized keys, or the payload is not
+        native.
     """
 
-    def __init__(self, network: ShardedTransformer, attention: ShardedAttention):
-        if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes do not run in zigzag shards")
-        for name, allowed in (("weights", "replicated"), ("payload", "native")):
-            if (value := getattr(network, name)) != allowed:
-                raise NotImplementedError(f"{name}={value!r} does not run in zigzag shards, {allowed!r} does")
+    def __init__(self, network: Transformer, attention: ShardedAttention):
+        check_attention(attention, network.payload, network.plan)
         self.network, self.attention = network, attention
 
     def hidden(
@@ -238,9 +231,21 @@ class ZigzagTransformer:
         """
         network, length = self.network, tokens.shape[1]
         tokens = jnp.pad(tokens, ((0, 0), (0, self.padded(length) - length)))[:, self.order(length)]
-        x = _embed(network.embeddings, tokens, jnp.int32(length), network.mesh)
+        x = embed_prompts(network.embeddings, tokens, jnp.int32(length), network.mesh, zigzag_positions)
+        run_layer = partial(
+            prompt_layer,
+            end=jnp.full(len(x), length),
+            aux=None,
+            capacity=None,
+            mesh=network.mesh,
+            implementation=implementation,
+            weights=network.weights,
+            payload=network.payload,
+            attention=self.attention,
+            positions=zigzag_positions,
+        )
         for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
-            x = zigzag_layer(block, x, spec, network.mesh, self.attention, implementation)
+            x, _, _ = run_layer(block, x, spec=spec)
         return x
 
     def last_hidden(
@@ -263,44 +268,8 @@ class ZigzagTransformer:
         return zigzag_order(self.padded(length), self.network.mesh.shape[SEQUENCE])
 
 
-def _positions(x: Array) -> Int[Array, "B t"]:
+def zigzag_positions(x: Array) -> Int[Array, "B t"]:
     """Return positions of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
     B, c = x.shape[0], x.shape[1] // 2
     positions = jnp.concatenate([index * c + jnp.arange(c) for index in _chunks()])
     return jnp.broadcast_to(positions, (B, 2 * c))
-
-
-@partial(jax.jit, static_argnames="mesh")
-def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> Array:
-    def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
-        # Padding has the last position, to stay within the table of learned positions.
-        return embeddings.embed(tokens, jnp.minimum(_positions(tokens), length - 1))
-
-    in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
-    return on_mesh(mesh, local, in_specs, layout("B T D"))(embeddings, tokens, length)
-
-
-@partial(jax.jit, static_argnames=("spec", "mesh", "attention", "implementation"))
-def zigzag_layer(
-    block: Block,
-    x: Float[Array, "B T' D"],
-    spec: PrefixRing,
-    mesh: Mesh,
-    attention: ShardedAttention,
-    implementation: Implementation | None,
-) -> Float[Array, "B T' D"]:
-    """Run `whole_layer` on zigzag shards; jitted, so that equal layers are compiled once.
-
-    Raises:
-      NotImplementedError: what `attention` raises.
-    """
-    options: Any = {"scale": block.attention.scale, "spec": spec, "implementation": implementation}
-
-    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
-        return attention(q, k.keys, v, **options)
-
-    def local(block: Block, x: Array) -> Array:
-        return block(x, _positions(x), attend, implementation, reduce=sum_over(mesh, BY_TOKEN))[0]
-
-    in_specs = (weight_specs(block, BY_TOKEN), layout("B T D"))
-    return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)

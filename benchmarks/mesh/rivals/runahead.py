@@ -27,7 +27,8 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.prompt_cache import fit_slots

@@ -6,7 +6,7 @@ devices, and the other devices go on. So the devices run staggered. Each runs th
 attention waits until its own cache has been passed on.
 
 A device keeps its own chunk. After the last layer, one exchange by head leaves the cache in the layout of
-`ShardedTransformer.prefill` (ours). No device ever stores all layers of all tokens.
+`Transformer.prefill` (ours). No device ever stores all layers of all tokens.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,14 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.model.embeddings import Embeddings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.exchange import kv_copies, moved
+from zdc_jax.parallel.layers import last_token
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh
 from zdc_jax.parallel.prompt_cache import fit_slots, with_new_empties
-from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 
 _BY_CHUNK = PartitionSpec(None, None, SEQUENCE)
@@ -47,7 +48,7 @@ class MeshRunahead:
       NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
     """
 
-    def __init__(self, network: ShardedTransformer):
+    def __init__(self, network: Transformer):
         if network.mesh.size != network.mesh.shape[SEQUENCE]:
             raise MeshError(f"mesh={dict(network.mesh.shape)} must have one device along data and model")
         if network.plan.classes is not None:
@@ -88,9 +89,9 @@ class MeshRunahead:
         capacity: int,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Return `last_hidden`, and a cache of `capacity` tokens a sequence for `ShardedTransformer.extend`.
+        """Return `last_hidden`, and a cache of `capacity` tokens a sequence for `Transformer.extend`.
 
-        The cache is divided by head, with KV heads repeated, as by `ShardedTransformer.prefill`.
+        The cache is divided by head, with KV heads repeated, as by `Transformer.prefill`.
 
         Raises:
           MeshError: T exceeds `capacity`, or the partition does not fit.
@@ -241,8 +242,8 @@ def _received(
     for sender, count in enumerate(counts[:-1]):
         start, stop = partition.starts[sender], partition.ends[sender]
         positions = jnp.broadcast_to(jnp.arange(start, stop), (k.shape[0], stop - start))
-        own = (x[:, : stop - start] for x in (k, v))
-        cache = longer(spec, cache, *own, positions, jnp.minimum(end, stop), count)
+        own_k, own_v = (x[:, : stop - start] for x in (k, v))
+        cache = longer(spec, cache, NewKeys(own_k), own_v, positions, jnp.minimum(end, stop), count)
         cache = jax.tree.map(partial(_handed_on, sender=sender), cache)
         received = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), received)
     return received

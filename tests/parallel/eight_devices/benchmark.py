@@ -15,8 +15,8 @@ from benchmarks.mesh.rivals.partition import ChunkCost, searched
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
 from benchmarks.model.models import SHAPES
 from zdc_jax.methods.coded import Settings
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 OPTIONS = (
@@ -73,12 +73,12 @@ def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
     """One layer that compiles, then one run of both layers, for 64 tokens: 61 in whole eighths."""
     calls = []
     for name in ("prefill", "hidden"):
-        whole = getattr(ShardedTransformer, name)
+        whole = getattr(Transformer, name)
 
         def record(*args, name=name, whole=whole, **options):
             return calls.append((name, options.get("capacity"))) or whole(*args, **options)
 
-        monkeypatch.setattr(ShardedTransformer, name, record)
+        monkeypatch.setattr(Transformer, name, record)
     tasks = ("dense", "all_gather")
     assert main([*OPTIONS.split(), "--results", str(tmp_path), "--tasks", *tasks]) == 0
     assert calls == [("prefill", 64)] * 2 + [("hidden", None)] * 2
@@ -121,12 +121,12 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
         return [
             name
             for record in caplog.records
-            for name in ("_prompt_layer", "decode")
+            for name in ("prompt_layer", "decode")
             if record.getMessage().startswith(f"Compiling jit({name})")
         ]
 
     side.compile([64], {64: [1, 2]})
-    assert sorted(programs()) == ["_prompt_layer", "decode", "decode"]
+    assert sorted(programs()) == ["decode", "decode", "prompt_layer"]
     caplog.clear()
     side.prefill(side.cache(1, 192), jnp.zeros((1, 64), jnp.int32))
     cache, token = side.filled(side.cache(2, 192), 64), jnp.zeros((2, 1), jnp.int32)

@@ -17,7 +17,6 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 BLOCK, CAPACITY = 8, 96
@@ -59,7 +58,7 @@ def test_whole_prompts(name):
     model, basis = tiny(heads)
     network = model.model(plan := class_plan(model, near), basis).network
     tokens = jnp.asarray(model.tokens(2, length))
-    sharded = ShardedTransformer.of(network, MeshConfig(data=2, sequence=4).create())
+    sharded = network.on_mesh(MeshConfig(data=2, sequence=4).create())
     program = jax.jit(lambda sharded, tokens: sharded.hidden(tokens)).lower(sharded, tokens).compile()
     expected = jax.jit(lambda network, tokens: network.hidden(tokens))(network, tokens)
     assert_equal(program(sharded, tokens)[:, :length], np.asarray(expected))
@@ -73,7 +72,7 @@ def test_decoding():
     """Ragged prompts, then tokens over the end of a block, which are classified where they come; K < U."""
     model = TinyModel(config := replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8))
     network = model.model(plan := class_plan(model, FAR)).network
-    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    sharded = network.on_mesh(MeshConfig(sequence=4).create())
     tokens, lengths = model.tokens(2, CAPACITY), np.array([61, 20])
     prompts, end = jnp.asarray(tokens[:, :61]), jnp.asarray(lengths)
     one = KVCache.create(plan.layer_caches("float32"), batch=2, capacity=CAPACITY)
@@ -107,7 +106,7 @@ def test_generate():
     on_one = model.model(class_plan(model, {}, leaders=(0, 2)))
     prompts = [[5, 6, 7] * 15, [3, 9]]
     mesh = MeshConfig(data=2, sequence=2, model=2).create()
-    network = ShardedTransformer.of(on_one.network, mesh, weights="gathered")
+    network = on_one.network.on_mesh(mesh, weights="gathered")
     expected, got = generate(on_one, prompts, 12), generate(replace(on_one, network=network), prompts, 12)
     assert got.completions == expected.completions
 
@@ -118,7 +117,7 @@ def test_layers_lower_on_kernels(monkeypatch):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     network = model.model(class_plan(model, {"window": 64}), basis).network
     network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network)
-    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    sharded = network.on_mesh(MeshConfig(sequence=4).create())
     traced = jax.jit(lambda tokens: sharded.hidden(tokens, implementation="pallas")).trace(
         jax.ShapeDtypeStruct((1, 500), jnp.int32)
     )
@@ -130,7 +129,7 @@ def test_refusals():
         check_classes("float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
-    sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())
+    sharded = network.on_mesh(MeshConfig(sequence=2).create())
     tokens, end = jnp.zeros((1, 40), jnp.int32), jnp.array([40])
     for method in {*ATTENTION} - {"ulysses"}:
         for call in (

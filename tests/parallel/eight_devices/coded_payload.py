@@ -22,7 +22,6 @@ from zdc_jax.parallel.exchange import gather_heads_and_lse, kv_copies, scatter_h
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import Formats, coded_blocks, halo_blocks
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 B, T, U, H = 2, 24, 4, 16
@@ -219,7 +218,7 @@ def test_formula_is_what_is_compiled(monkeypatch, name):
     plan = CompressionPlan((ranks,), K, 32, **near)
     params = random_params(config, jax.random.key(0))
     whole = Transformer(config, plan, params["embeddings"], params["layers"])
-    model = ShardedTransformer.of(whole, MeshConfig(sequence=U).create(), payload="coded")
+    model = whole.on_mesh(MeshConfig(sequence=U).create(), payload="coded")
     tokens = jax.ShapeDtypeStruct((batch, 61), jnp.int32)
     options = {"degree": U, "payload": "coded", "batch": batch, "itemsize": jnp.dtype(dtype).itemsize}
     sent = prefill_bytes(config, plan, length=61, **options)
@@ -245,8 +244,8 @@ def test_refusals(tiny):
     with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'coded'"):
         load(folder, plan, basis=basis, mesh="sequence=2", payload="int4")
     whole = TinyModel(CONFIG).dense
-    float8 = ShardedTransformer.of(whole, MeshConfig(sequence=2).create(), payload="float8")
+    float8 = whole.on_mesh(MeshConfig(sequence=2).create(), payload="float8")
     with pytest.raises(CalibrationError, match="the layer has no scales"):
         float8.hidden(jnp.ones((1, 8), jnp.int32))
     with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'coded'"):
-        ShardedTransformer.of(whole, MeshConfig(sequence=2).create(), payload="int4")
+        whole.on_mesh(MeshConfig(sequence=2).create(), payload="int4")

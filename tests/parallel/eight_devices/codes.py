@@ -14,7 +14,6 @@ from zdc_jax.methods import coded, fp8, int8, kivi, turboquant
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CAPACITY, STEPS = 96, 2
@@ -110,7 +109,7 @@ def test_as_on_one_device(name, heads, mesh):
     mesh = MeshConfig.parse(mesh)
     tokens = np.random.default_rng(0).integers(3, 90, (2, LENGTHS.max() + STEPS), dtype=np.int32)
     expected = np.asarray(network.hidden(jnp.asarray(tokens)))
-    sharded = ShardedTransformer.of(network, mesh.create())
+    sharded = network.on_mesh(mesh.create())
     prompts, end = jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS)
     program = compiled_prefill(sharded, prompts, end)
     last, held = program(prompts, end)
@@ -131,7 +130,7 @@ def test_as_on_one_device(name, heads, mesh):
         assert_close(np.asarray(sharded.hidden(prompts))[:, : LENGTHS.max()], expected[:, : LENGTHS.max()])
 
 
-def compiled_prefill(sharded: ShardedTransformer, prompts, end):
+def compiled_prefill(sharded: Transformer, prompts, end):
     program = jax.jit(lambda prompts, end: sharded.prefill(prompts, end, capacity=CAPACITY))
     return program.lower(prompts, end).compile()
 
@@ -140,12 +139,12 @@ def compiled_prefill(sharded: ShardedTransformer, prompts, end):
 @pytest.mark.full
 def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
     """Those that read what another has chosen among them."""
-    sharded = ShardedTransformer.of(network_of(name, "GQA"), MeshConfig(sequence=2).create())
+    sharded = network_of(name, "GQA").on_mesh(MeshConfig(sequence=2).create())
     prompts, end = jnp.zeros((2, 48), jnp.int32), jnp.full(2, 48)
     sharded.compile_prefill(prompts, end, capacity=CAPACITY)
 
     def layers():
-        return [r for r in caplog.records if r.getMessage().startswith("Compiling jit(_prompt_layer)")]
+        return [r for r in caplog.records if r.getMessage().startswith("Compiling jit(prompt_layer)")]
 
     with jax.log_compiles():
         sharded.prefill(prompts, end, capacity=CAPACITY)
@@ -157,7 +156,7 @@ def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
 @pytest.mark.full
 def test_formula_of_a_coded_payload_is_what_is_compiled():
     name, heads, mesh = "no near set", "K < U", MeshConfig(sequence=4)
-    sharded = ShardedTransformer.of(network_of(name, heads), mesh.create(), payload="coded")
+    sharded = network_of(name, heads).on_mesh(mesh.create(), payload="coded")
     prompts = jax.ShapeDtypeStruct((2, LENGTHS.max()), jnp.int32)
     program = compiled_prefill(sharded, prompts, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert hlo_bytes(program.as_text()) == sent_bytes(name, heads, mesh, "coded")
@@ -196,6 +195,6 @@ def test_refusals():
         plan = CompressionPlan((window,) * 2, 8, 32, method=method, sinks=4, window=64, **given)
         network = model.model(plan).network
         with pytest.raises(NotImplementedError, match=message):
-            ShardedTransformer.of(network, mesh, payload=payload)
+            network.on_mesh(mesh, payload=payload)
     with pytest.raises(NotImplementedError, match="num_kv_heads=2 must be a multiple of the devices"):
-        ShardedTransformer.of(network_of("chosen", "K < U"), MeshConfig(sequence=4).create())
+        network_of("chosen", "K < U").on_mesh(MeshConfig(sequence=4).create())

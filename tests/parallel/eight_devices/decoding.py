@@ -20,7 +20,6 @@ from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.parallel.mesh import MeshConfig, whole_on
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
@@ -55,7 +54,7 @@ def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
     config, mesh = MODELS["llama, K < U"]
     model, plan = TinyModel(config), CompressionPlan.uniform(config, qk=16, v=16, window=9, sinks=3)
     network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.model(plan).network)
-    sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
+    sharded = network.on_mesh(MeshConfig.parse(mesh).create())
     text = jnp.asarray(np.tile(model.tokens(1, 44), (2, 1)))
     _, cache = sharded.prefill(text[:, :40], jnp.full(2, 40), capacity=48)
     assert_one_of_two(sharded, cache, text[:, 40:])
@@ -70,7 +69,7 @@ def test_as_on_one_device(plan, name):
     layers, near = PLANS[plan]
     compression = CompressionPlan(layers, model.config.num_kv_heads, 32, **near)
     network = model.model(compression).network
-    sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
+    sharded = network.on_mesh(MeshConfig.parse(mesh).create())
 
     def on_one(tokens, end):
         empty = KVCache.create(compression.layer_caches("float32"), batch=2, capacity=CAPACITY)
@@ -93,7 +92,7 @@ def test_processes_ask_for_the_same_pieces(ready):
     model = TinyModel(MODELS["llama, K < U"][0])
     on_one = replace(model.model(CompressionPlan.full(model.config)), tokenizer=byte_tokenizer(97))
     mesh = MeshConfig(data=2, sequence=4).create()
-    on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
+    on_mesh = replace(on_one, network=on_one.network.on_mesh(mesh))
     asked = SimpleNamespace(counts=SimpleNamespace(is_ready=lambda: ready))
     request = Request.from_arguments(on_mesh, PROMPTS, 20, None, (), (), 32)
     assert Run(on_mesh, request, None)._may_ask_ahead(asked)
@@ -113,7 +112,7 @@ def test_pieces_have_a_number_of_steps_that_xla_knows():
     """So their loop asks nobody whether to go on."""
     model = TinyModel(MODELS["llama, K < U"][0])
     mesh = MeshConfig(data=2, sequence=4).create()
-    sharded = ShardedTransformer.of(model.model(CompressionPlan.full(model.config)).network, mesh)
+    sharded = model.model(CompressionPlan.full(model.config)).network.on_mesh(mesh)
     state = DecodeState.of(sharded.new_cache(batch=2, capacity=64), whole_on(mesh))
     numbers = np.stack([row_numbers(9, 20, (), Sampling(), np.zeros(2, np.uint32))] * 2)
     given = Flat.of(sharded), state, np.ones(2, bool), numbers
@@ -138,7 +137,7 @@ def test_generate():
     }
     expected = generate(on_one, PROMPTS, 20, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
-    on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
+    on_mesh = replace(on_one, network=on_one.network.on_mesh(mesh))
     programs = decode._cache_size()
     got = generate(on_mesh, PROMPTS, 20, **options)
     assert got.completions == expected.completions

@@ -14,7 +14,6 @@ from zdc_jax.errors import MeshError
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
@@ -74,7 +73,7 @@ CASES |= {
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()
-    sharded = ShardedTransformer.of(network, mesh)
+    sharded = network.on_mesh(mesh)
     assert_equal(sharded.hidden(jnp.asarray(tokens), attention=ATTENTION[method]), expected)
 
 
@@ -85,7 +84,7 @@ def test_eight_devices_and_few_tokens(method):
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=300, sinks=3)).network
     tokens = jnp.asarray(model.tokens(1, 9))
     mesh = MeshConfig(sequence=8).create()
-    got = ShardedTransformer.of(network, mesh).hidden(tokens, attention=ATTENTION[method])
+    got = network.on_mesh(mesh).hidden(tokens, attention=ATTENTION[method])
     assert_equal(got, np.asarray(network.hidden(tokens)))
 
 
@@ -95,7 +94,7 @@ def test_gathered_weights():
     model = tiny("opt", 4, 4)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=9, sinks=2)).network
     mesh = MeshConfig(data=2, sequence=2, model=2).create()
-    sharded = ShardedTransformer.of(network, mesh, weights="gathered")
+    sharded = network.on_mesh(mesh, weights="gathered")
     tokens, end = jnp.asarray(model.tokens(2, 62)), jnp.array([61, 20])
     expected = np.asarray(network.hidden(tokens))
     assert_equal(sharded.hidden(tokens), expected)
@@ -103,7 +102,7 @@ def test_gathered_weights():
     assert_equal(last, expected[[0, 1], [60, 19]])
     token, _ = sharded.extend(cache, tokens[[0, 1], [61, 20]][:, None], end + 1)
     assert_equal(token, expected[[0, 1], [61, 20]][:, None])
-    whole = ShardedTransformer.of(network, mesh)
+    whole = network.on_mesh(mesh)
     for layer, other in zip(sharded.prompt_layers, whole.prompt_layers, strict=True):
         for x, y in zip(jax.tree.leaves(layer), jax.tree.leaves(other), strict=True):
             is_matrix = x.ndim > 1 and model.config.embed_dim in x.shape
@@ -116,7 +115,7 @@ def test_sinks_alone():
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=32, sinks=20)).network
     tokens = jnp.asarray(model.tokens(1, 50))
     mesh = MeshConfig(sequence=4).create()
-    assert_equal(ShardedTransformer.of(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
+    assert_equal(network.on_mesh(mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 def test_longer_than_the_learned_positions_with_padding():
@@ -124,7 +123,7 @@ def test_longer_than_the_learned_positions_with_padding():
     network = model.dense
     tokens = jnp.asarray(model.tokens(1, 253))  # of 256 positions
     mesh = MeshConfig(sequence=4).create()
-    assert_equal(ShardedTransformer.of(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
+    assert_equal(network.on_mesh(mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 @pytest.mark.full
@@ -143,7 +142,7 @@ def test_late_ulysses_truncates_what_whole_projections_give():
     mesh = MeshConfig(sequence=4).create()
     expected = np.asarray(model.model(plan, basis).network.hidden(tokens))
     for attention in ATTENTION.values():
-        assert_equal(ShardedTransformer.of(whole, mesh).hidden(tokens, attention=attention), expected)
+        assert_equal(whole.on_mesh(mesh).hidden(tokens, attention=attention), expected)
 
 
 def test_refusals():
@@ -156,8 +155,8 @@ def test_refusals():
     }
     for message, (config, given) in refused.items():
         with pytest.raises(MeshError, match=message):
-            ShardedTransformer.of(network, config.create()).hidden(given)
+            network.on_mesh(config.create()).hidden(given)
     with pytest.raises(MeshError, match="embed_dim=64 cannot be divided into 3 equal shares"):
-        ShardedTransformer.of(network, MeshConfig(data=3).create(), weights="gathered")
+        network.on_mesh(MeshConfig(data=3).create(), weights="gathered")
     with pytest.raises(ValueError, match=r"weights='fsdp': must be one of .*'gathered'"):
-        ShardedTransformer.of(network, MeshConfig().create(), weights="fsdp")
+        network.on_mesh(MeshConfig().create(), weights="fsdp")

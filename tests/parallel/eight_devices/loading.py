@@ -28,7 +28,7 @@ def test_each_device_holds_its_share(folder, monkeypatch):
     on_mesh = load(folder, mesh=MeshConfig(data=2, sequence=2, model=2)).network
     monkeypatch.undo()
     layer = whole.network.layers[0]
-    for layers, shares, kv_heads in ((on_mesh.prompt_layers, 2, 1), (on_mesh.token_layers, 4, 1)):
+    for layers, shares, kv_heads in ((on_mesh.prompt_layers, 2, 1), (on_mesh.layers, 4, 1)):
         attention = layers[0].attention
         shapes = [x[...].addressable_shards[0].data.shape for x in (attention.q, attention.k, attention.o)]
         assert shapes == [(64, 8 // shares, 32), (64, kv_heads, 32), (8 // shares, 32, 64)]

@@ -18,10 +18,10 @@ from benchmarks.mesh.rivals.runahead_mesh import chunk_layer
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Formats
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 1, num_kv_heads=4, dtype="bfloat16")
@@ -41,7 +41,7 @@ def network(plan):
 def test_prompts_and_a_decoded_token_lower_on_kernels(monkeypatch, plan):
     """Inside `shard_map`, by each method: one program, which lowers kernels of the same shapes once."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
+    model = network(PLANS[plan]).on_mesh(MeshConfig(sequence=4).create())
     prompt, end = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((1, 500), (1,)))
     hidden = {
         method: partial(model.hidden, attention=attention, implementation="pallas")
@@ -110,7 +110,7 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
 
     K, H = CONFIG.num_kv_heads, CONFIG.head_dim
     held = jax.eval_shape(lambda: with_slots(spec.create(1, 512), 256))
-    qkv = array(250, CONFIG.num_heads, H), array(250, K, H), array(250, K, H)
+    qkv = array(250, CONFIG.num_heads, H), NewKeys(array(250, K, H)), array(250, K, H)
 
     def integers(*dims):
         return jax.ShapeDtypeStruct(dims, jnp.int32)

@@ -22,7 +22,6 @@ from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
@@ -119,7 +118,7 @@ def test_as_on_one_device(name, heads, plan, pieces):
 @cache
 def on_mesh(name, heads, plan, devices):
     network, *_ = one_device(name, heads, plan)
-    return ShardedTransformer.of(network, MeshConfig(sequence=devices).create())
+    return network.on_mesh(MeshConfig(sequence=devices).create())
 
 
 @pytest.mark.parametrize(("name", "heads", "plan", "pieces"), ON_MESH)
@@ -188,10 +187,10 @@ def test_refuses():
         run(partition=Partition((60, 1)), capacity=60)
     with pytest.raises(CacheMemoryError, match="capacity=1000000000000"):
         run(partition=Partition((60, 1)), capacity=10**12)
-    by_rows = ShardedTransformer.of(network, MeshConfig(data=2, sequence=2).create())
+    by_rows = network.on_mesh(MeshConfig(data=2, sequence=2).create())
     with pytest.raises(MeshError, match=r"'data': 2.* must have one device along data and model"):
         MeshRunahead(by_rows)
-    gathered = ShardedTransformer.of(network, MeshConfig(sequence=2).create(), weights="gathered")
+    gathered = network.on_mesh(MeshConfig(sequence=2).create(), weights="gathered")
     with pytest.raises(NotImplementedError, match="weights='gathered' does not run in chunks"):
         MeshRunahead(gathered)
     classes = TokenClasses((0,), (0.5,), network.plan.layers)
@@ -202,4 +201,4 @@ def test_refuses():
     with pytest.raises(NotImplementedError, match="token classes"):
         RunaheadTransformer(network, jax.devices())
     with pytest.raises(NotImplementedError, match="token classes"):
-        MeshRunahead(ShardedTransformer.of(network, MeshConfig(sequence=2).create()))
+        MeshRunahead(network.on_mesh(MeshConfig(sequence=2).create()))

@@ -17,7 +17,6 @@ from zdc_jax.errors import MeshError
 from zdc_jax.loading import LanguageModel
 from zdc_jax.methods import coded
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
@@ -74,7 +73,7 @@ def nothing_moves():
 @pytest.mark.matrix("ranks and window-model=2")
 def test_answers_are_those_of_one_device(name, mesh):
     on_one, expected = on_one_device(name)
-    network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
+    network = on_one.network.on_mesh(MeshConfig.parse(mesh).create())
     answers: dict[int, list[int]] = {}
     at_once: list[int] = []
     with Engine(replace(on_one, network=network), ENGINE) as engine, nothing_moves():
@@ -100,6 +99,6 @@ def test_answers_are_those_of_one_device(name, mesh):
 
 def test_rows_that_are_divided_are_refused():
     on_one = TinyModel(CONFIG).model(PLANS["full"])
-    network = ShardedTransformer.of(on_one.network, MeshConfig.parse("data=2").create())
+    network = on_one.network.on_mesh(MeshConfig.parse("data=2").create())
     with pytest.raises(MeshError, match="data=2: an engine has one scheduler"):
         Engine(replace(on_one, network=network), ENGINE)

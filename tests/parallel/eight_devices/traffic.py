@@ -14,7 +14,6 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -49,19 +48,20 @@ def test_formula_is_what_is_compiled(near, method):
     plan = CompressionPlan(ranks, config.num_kv_heads, config.head_dim, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
     tokens = jax.ShapeDtypeStruct((6, 61), jnp.int32)
-    model = ShardedTransformer.of(network(config, plan), mesh)
+    model = network(config, plan).on_mesh(mesh)
     program = jax.jit(lambda tokens: model.hidden(tokens, attention=ATTENTION[method]))
     text = program.lower(tokens).compile().as_text()
     expected = method_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
     assert hlo_bytes(text) == expected
 
 
+@pytest.mark.parametrize("method", ["zdc", "window"])
 @pytest.mark.parametrize("near", ["window", "window of several devices"])
-def test_cache_adds_its_trailing_coordinates(near):
+def test_cache_adds_its_trailing_coordinates(near, method):
     heads, options = NEAR[near]
     config = CONFIGS[heads]
-    plan = CompressionPlan.uniform(config, qk=16, v=32, **options)
-    model = ShardedTransformer.of(network(config, plan), MeshConfig(sequence=4).create())
+    plan = CompressionPlan.of_layers(config, [LayerRanks(16, 32)] * 2, method=method, **options)
+    model = network(config, plan).on_mesh(MeshConfig(sequence=4).create())
     program = jax.jit(lambda tokens, end: model.prefill(tokens, end, capacity=128))
     prompts = jax.ShapeDtypeStruct((2, 61), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     options = {"degree": 4, "batch": 2, "itemsize": 4}
@@ -75,7 +75,7 @@ def test_gathered_weights_add_their_matrices():
     """2-byte matrices of attention (q, k, v, o) and three of the feed-forward part, of which 7/8 come in."""
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan, mesh = CompressionPlan.full(config), MeshConfig(data=2, sequence=4).create()
-    model = ShardedTransformer.of(network(config, plan), mesh, weights="gathered")
+    model = network(config, plan).on_mesh(mesh, weights="gathered")
     program = jax.jit(lambda tokens: model.hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((2, 64), jnp.int32)).compile().as_text()
     D, F, NH = config.embed_dim, config.ffn_dim, config.num_heads * config.head_dim
@@ -91,7 +91,7 @@ def test_elements_are_not_widened_on_the_way(payload):
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
     whole = network(config, plan, payload)
-    model = ShardedTransformer.of(whole, mesh, payload=payload)
+    model = whole.on_mesh(mesh, payload=payload)
     program = jax.jit(lambda tokens: model.hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
     assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4, payload=payload)

@@ -9,13 +9,13 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
-from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer, zigzag_order
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_order, zigzag_positions
 from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.layers import prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import hlo_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 GQA = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
@@ -33,7 +33,7 @@ def test_as_on_one_device(method, length):
     model = TinyModel(GQA)
     network = model.dense
     tokens, end = jnp.asarray(model.tokens(2, length)), np.array([length, 20])
-    sharded = ShardedTransformer.of(network, MeshConfig(data=2, sequence=4).create())
+    sharded = network.on_mesh(MeshConfig(data=2, sequence=4).create())
     zigzag = ZigzagTransformer(sharded, ZIGZAG[method])
     expected = np.asarray(network.hidden(tokens))
     hidden = np.asarray(zigzag.hidden(tokens))[:, np.argsort(zigzag.order(length))][:, :length]
@@ -48,7 +48,7 @@ def test_truncated_and_longer_than_the_learned_positions_with_padding(method):
     model = TinyModel(replace(OPT, layers=OPT.layers[:1], num_heads=8, num_kv_heads=8))
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16)).network
     tokens = jnp.asarray(model.tokens(1, 253))
-    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4, model=2).create())
+    sharded = network.on_mesh(MeshConfig(sequence=4, model=2).create())
     zigzag = ZigzagTransformer(sharded, ZIGZAG[method])
     got = np.asarray(zigzag.last_hidden(tokens, jnp.array([253])))
     expected = np.asarray(network.hidden(tokens))
@@ -59,10 +59,11 @@ def lowered(config, method, length, implementation):
     """One layer of a dense model on four devices."""
     plan, params = CompressionPlan.full(config), random_params(config, jax.random.key(0))
     network = Transformer(config, plan, params["embeddings"], params["layers"])
-    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    sharded = network.on_mesh(MeshConfig(sequence=4).create())
     x = jax.ShapeDtypeStruct((1, padded(method, length, 4), config.embed_dim), config.dtype)
     block, spec = sharded.prompt_layers[0], sharded.layer_caches[0]
-    return zigzag_layer.trace(block, x, spec, sharded.mesh, ZIGZAG[method], implementation)
+    options = (implementation, "replicated", "native", ZIGZAG[method], zigzag_positions)
+    return prompt_layer.trace(block, x, jnp.array([length]), None, spec, None, sharded.mesh, *options)
 
 
 @pytest.mark.parametrize("method", ZIGZAG)
@@ -85,10 +86,8 @@ def test_refusals():
     model = TinyModel(GQA)
     tokens, mesh = jnp.asarray(model.tokens(1, 40)), MeshConfig(sequence=4).create()
     plan = CompressionPlan.uniform(model.config, qk=16, v=16, window=9)
-    near = ShardedTransformer.of(model.model(plan).network, mesh)
+    near = model.model(plan).network.on_mesh(mesh)
     with pytest.raises(NotImplementedError, match=r"zigzag shards have no near set, not .*window=9"):
         ZigzagTransformer(near, ZIGZAG["ring_zigzag"]).hidden(tokens)
-    for option in ({"weights": "gathered"}, {"payload": "coded"}):
-        network = ShardedTransformer.of(model.dense, mesh, **option)
-        with pytest.raises(NotImplementedError, match="does not run in zigzag shards"):
-            ZigzagTransformer(network, ZIGZAG["ring_zigzag"])
+    with pytest.raises(NotImplementedError, match="payload='coded': not supported by attention=ring_zigzag"):
+        ZigzagTransformer(model.dense.on_mesh(mesh, payload="coded"), ZIGZAG["ring_zigzag"])

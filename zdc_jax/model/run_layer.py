@@ -1,0 +1,93 @@
+"""Programs that run one layer on one device: on whole sequences, on prompts, and on new tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
+from zdc_jax.model.block import Block, map_tokens
+from zdc_jax.model.layers import Reduce, skip_reduction
+from zdc_jax.model.tiles import attend_one_by_one
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.new_keys import NewKeys
+
+
+@partial(jax.jit, static_argnames=("spec", "capacity"))
+def read_layer_exactly(
+    block: Block, spec: LayerCacheSpec, x: Array, positions: Array, end: Array, capacity: int
+) -> tuple[Array, State]:
+    """Run one layer on whole prompts with exact attention; return its output and its compressed cache."""
+    call = Call(block.attention.scale)
+
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, State]:
+        q, k = k.rotate(q, None)
+        o, lse = block.attention.attend(q, k, v)
+        return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
+
+    return block(x, positions, attend, project=partial(spec.project, aux=None))
+
+
+@partial(jax.jit, static_argnames=("spec", "implementation"))
+def run_whole_layer(
+    block: Block,
+    spec: LayerCacheSpec,
+    x: Array,
+    positions: Array,
+    aux: Any,
+    implementation: Implementation | None,
+) -> tuple[Array, Any]:
+    """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
+    call = Call(block.attention.scale, implementation)
+
+    def attend(q: Array, k: NewKeys, v: Any) -> tuple[Array, Any]:
+        attended = spec.attend_whole(q, k, v, positions, aux, call)
+        return attended.o, attended.aux
+
+    return block(x, positions, attend, implementation, partial(spec.project, aux=aux))
+
+
+def extend_layer(
+    block: Block,
+    spec: LayerCacheSpec,
+    x: Array,
+    state: State,
+    aux: Any,
+    positions: Array,
+    end: Array,
+    implementation: Implementation | None,
+    all_heads: Callable[[Array], Array] = own_heads,
+    reduce: Reduce = skip_reduction,
+    table: Array | None = None,
+) -> tuple[Array, State, Any]:
+    """Run one layer on new tokens x [B, T, D]; return its output, extended cache and auxiliary results.
+
+    See `LayerCacheSpec.attend` for the arguments, `Call` for `all_heads` and `table`, and `Block` for
+    `reduce`. `x` may come from `duplicate_single_token`: the weights then see two copies, attention and cache
+    the first.
+    """
+    call = Call(block.attention.scale, implementation, all_heads, table)
+    batch = len(end)
+
+    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
+        if block.reproducible:
+            rows, ends = (
+                jnp.broadcast_to(each[:, None], positions.shape) for each in (jnp.arange(batch), end)
+            )
+            attended = attend_one_by_one(spec, state, q, k, v, rows, positions, ends, aux, call)
+            return attended.o, (attended.state, attended.aux)
+        q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
+        attended = spec.attend(state, q, k, v, positions, end, aux, call)
+        o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))
+        return o, (attended.state, attended.aux)
+
+    wide = jnp.broadcast_to(positions, (len(x), positions.shape[1]))
+    x, (state, aux) = block(x, wide, attend, implementation, partial(spec.project, aux=aux), reduce)
+    return x, state, aux
+
+
+extend_layer_alone = jax.jit(extend_layer, static_argnames=("spec", "implementation"))
+"""Program of `extend_layer`, compiled once for equal layers."""
