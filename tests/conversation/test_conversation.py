@@ -78,7 +78,7 @@ class Read:
 @pytest.fixture
 def read(monkeypatch) -> Read:
     seen = Read()
-    deltas, piece = run.Run.deltas, run.prefill
+    deltas = run.Run.deltas
 
     def spied(self, *rest):
         (prompt,) = self.request.prompts
@@ -87,12 +87,16 @@ def read(monkeypatch) -> Read:
         seen.widths.append([])
         return deltas(self, *rest)
 
-    def spied_piece(network, state, tokens, *rest, **options):
-        seen.widths[-1].append(tokens.shape[1])
-        return piece(network, state, tokens, *rest, **options)
+    def spy_on(piece):
+        def spied_piece(network, state, tokens, *rest, **options):
+            seen.widths[-1].append(tokens.shape[1])
+            return piece(network, state, tokens, *rest, **options)
+
+        return spied_piece
 
     monkeypatch.setattr(run.Run, "deltas", spied)
-    monkeypatch.setattr(run, "prefill", spied_piece)
+    for name in ("prefill", "prefill_new"):
+        monkeypatch.setattr(run, name, spy_on(getattr(run, name)))
     return seen
 
 
