@@ -68,7 +68,11 @@ def test_the_kernel_rounds_as_the_code_does(monkeypatch):
     positions, end = jnp.broadcast_to(jnp.arange(S), (B, S)), jnp.array([S, 12])
 
     def attend():
-        return ring.attend(ring.create(B, S), q, NewKeys(k), v, positions, end, None, Call(SCALE))
+        state = ring.create(B, S)
+        done = jax.jit(
+            lambda q, k, v: ring.attend(state, q, NewKeys(k), v, positions, end, None, Call(SCALE))
+        )
+        return done(q, k, v)
 
     want = attend()
     asked = []

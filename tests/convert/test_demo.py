@@ -107,6 +107,7 @@ def one_layer(tmp_path):
     return path
 
 
+@pytest.mark.full
 def test_the_demo_ends_with_a_quantized_plan_that_loads(tmp_path, one_layer):
     size = DemoSize(context=256, distance=60, lead=40, calibration_tokens=512, heldout_windows=2, questions=2)
     results = module.demo(tmp_path / "out", Console(quiet=True), one_layer, size=size)

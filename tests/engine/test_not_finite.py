@@ -74,6 +74,7 @@ def test_pages_of_a_broken_request_are_not_shared(engine, model):
         assert listener.events[-1].cached_tokens == 0
 
 
+@pytest.mark.full
 def test_a_request_that_breaks_later_keeps_its_tokens(engine, model):
     request = EngineRequest(tuple(range(4, 32)), 30, ignore_eos=True)
     listener = ask(engine, request)

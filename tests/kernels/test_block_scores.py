@@ -150,7 +150,7 @@ def lower(f, *shapes):
 
 
 @pytest.mark.parametrize("H", [128, 64, 256])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lowers(H):
     B, T, S, N, K, M = 2, 300, 1024, 12, 2, 132
 

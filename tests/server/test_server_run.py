@@ -176,6 +176,7 @@ print("ended")
 """
 
 
+@pytest.mark.full
 def test_signals_end_it():
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
 
