@@ -16,8 +16,8 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import methods
-from zdc_jax.cache.paged import Paged
-from zdc_jax.cache.spec import Call, Clause, LayerCacheSpec
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.specs.spec import Call, Clause, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernels_pallas.quantized.encode import reaches_tried
-from zdc_jax.cache.gaussian_codes import gaussian_distortion, turn
+from zdc_jax.cache.codes.gaussian import gaussian_distortion, turn
 
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
 """Scales of the codes 0 to 254."""

@@ -10,9 +10,9 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
-from zdc_jax.cache.choosing import Choosing, LeadingScores, PageBounds
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
+from zdc_jax.cache.specs.choosing import Choosing, LeadingScores, PageBounds
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import xla
 from zdc_jax.ops.new_keys import NewKeys

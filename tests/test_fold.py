@@ -13,7 +13,7 @@ from scipy.linalg import block_diag
 
 from convert.calibration.make_basis import make_pair_map
 from zdc_jax.basis import Basis
-from zdc_jax.cache.gaussian_codes import turn
+from zdc_jax.cache.codes.gaussian import turn
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.fold import cast, fold_attention, placement

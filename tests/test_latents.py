@@ -9,9 +9,9 @@ from conftest import LLAMA, TinyModel
 
 from convert.calibration.calibrate import collect_moments
 from convert.calibration.moments import Moments
-from zdc_jax.cache.latents import Latents
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.specs.latents import Latents
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, PlanError
 from zdc_jax.model.attention import Attention

@@ -9,9 +9,9 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.retrieving_heads import RetrievingHeads
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.retrieving_heads import RetrievingHeads
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan, LayerRanks

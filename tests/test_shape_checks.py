@@ -5,7 +5,7 @@ import pytest
 from jaxtyping import TypeCheckError
 from shape_checks import jaxtyped_where_shaped
 
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.specs.spec import put_rows
 
 
 def test_sizes_of_one_name_must_agree():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.basis import Basis
-from zdc_jax.cache.gaussian_codes import turn as orthogonal_turn
+from zdc_jax.cache.codes.gaussian import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.methods import Rotations
@@ -156,7 +156,7 @@ def fold_attention(
       full_width: whether to keep all H coordinates; for plans with recent tokens.
       latent_keys: whether to leave q and k unmodified, and to add `k_latent` [K, H, R] if R > 0.
       rotations: sizes of blocks of leading coordinates, of k (and q) and of v. Each block is rotated by
-        `zdc_jax.cache.gaussian_codes.turn`.
+        `zdc_jax.cache.codes.gaussian.turn`.
       mean: m of `zdc_jax.ops.shift`, which keys leave out, [K, H]; None keeps keys whole.
 
     Returns:

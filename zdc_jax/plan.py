@@ -16,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 
 from zdc_jax import methods
-from zdc_jax.cache.classes import ClassBlocks
 from zdc_jax.cache.kv_cache import cache_bytes
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.classes import ClassBlocks
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import MOST, check_names

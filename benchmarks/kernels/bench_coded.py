@@ -51,12 +51,12 @@ from kernels_pallas import (
     post_rope,
     turn_and_store,
 )
-from zdc_jax.cache.choosing import FarTokens
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.prefix_ring import put_ring
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.specs.choosing import FarTokens
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.prefix_ring import put_ring
+from zdc_jax.cache.specs.spec import Call
 
 N, H, SINKS, WINDOW = 32, 128, 4, 512
 SCALE = H**-0.5

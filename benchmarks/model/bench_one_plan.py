@@ -47,7 +47,7 @@ from benchmarks.model.models import (
 )
 from benchmarks.model.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import cache_bytes
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan

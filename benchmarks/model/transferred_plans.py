@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.select.inputs import MOST, THREADS
-from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings

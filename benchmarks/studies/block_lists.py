@@ -32,8 +32,8 @@ from benchmarks.studies.key_blocks import ESTIMATES, RULES, BlockChoice, as_list
 from kernels_pallas import BlockLists
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Attended, Call
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.evaluation.answers import Answer, answers
 from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS

@@ -22,16 +22,16 @@ from benchmarks.quality.equal_bytes import Bench, Cell, Options
 from benchmarks.quality.plans import method_plan
 from zdc_jax import methods
 from zdc_jax.axes import Array
-from zdc_jax.cache.choosing import FarTokens
-from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, Int8, Split, pack
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.gaussian_codes import Gaussian, nearest_levels, turn
-from zdc_jax.cache.integer_codes import TokenIntegers
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, Int8, Split, pack
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.gaussian import Gaussian, nearest_levels, turn
+from zdc_jax.cache.codes.integers import TokenIntegers
+from zdc_jax.cache.specs.choosing import FarTokens
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing, put_coded
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods import Rotations, layer_shape
 from zdc_jax.model.transformer import Transformer

@@ -22,10 +22,10 @@ from kernels_pallas.quantized.encode import SMALLEST, reach_numbers
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.prefix_ring import put_tokens
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, move_shift
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.near_far import NearFar, NearFarState
+from zdc_jax.cache.specs.prefix_ring import put_tokens
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, move_shift
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.fold import cast, prepared_layer

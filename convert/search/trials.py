@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from convert.search.simulation import Simulation
 from zdc_jax.basis import Basis
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on

@@ -2,7 +2,7 @@
 
 A program unpacks the levels of some tokens of one KV head, multiplies them by their scales and writes the
 result. Programs without requested tokens exit. Per token and array the kernel reads C·bits/8 + 1 bytes per
-plane and writes 2 C or 4 C. Results are bitwise those of `zdc_jax.cache.fitted_integers.FittedIntegers`.
+plane and writes 2 C or 4 C. Results are bitwise those of `FittedIntegers`.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_dequantise` raises, and XLA does the work.
 """

@@ -2,7 +2,7 @@
 
 A program has some tokens of one KV head. It finds the scale of each token in each plane, packs the levels and
 writes both to the token's slot. Only the new tokens are read and written. The code is that of
-`zdc_jax.cache.fitted_integers.FittedIntegers`, which explains it.
+`zdc_jax.cache.codes.fitted_integers.FittedIntegers`, which explains it.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_encode` raises, and XLA does the work.
 """

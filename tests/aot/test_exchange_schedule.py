@@ -12,10 +12,10 @@ import pytest
 from compiled import devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Split
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.codes.code import Split
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import SEQUENCE

@@ -13,13 +13,13 @@ import pytest
 import test_coded_kernels as decoding
 from test_coded_kernels import CHOOSING, NEAR, PAGE, B, G, H, K, S, attend
 
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.gaussian_codes import Gaussian
-from zdc_jax.cache.hosted_choosing import HostedChoosing
-from zdc_jax.cache.paged import Paged
-from zdc_jax.cache.pages import Pages
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.gaussian import Gaussian
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.paging.pages import Pages
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.hosted_choosing import HostedChoosing
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.ops import attention, stored
 
 PROMPT, PIECES = (300, 290, 40), ((48, 5, 48), (17, 48, 0))

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.gaussian_codes import Gaussian, gaussian_levels
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.gaussian import Gaussian, gaussian_levels
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kernels_pallas import Parts, Plane, encode, largest_reference, merged_at_once, turn_and_store
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Split
-from zdc_jax.cache.fitted_integers import FittedIntegers, kernel_planes
-from zdc_jax.cache.gaussian_codes import Gaussian
-from zdc_jax.cache.paged import Paged
-from zdc_jax.cache.pages import Pages
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Split
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
+from zdc_jax.cache.codes.gaussian import Gaussian
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.paging.pages import Pages
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.ops import attention, stored
 from zdc_jax.ops.new_keys import NewKeys, Turn
 from zdc_jax.ops.shift import ShiftedQueries

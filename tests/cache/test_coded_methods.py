@@ -6,9 +6,9 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
-from zdc_jax.cache.late_store import LateStore
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.integers import ChannelIntegers, TokenIntegers
+from zdc_jax.cache.specs.late_store import LateStore
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, LayerRanks
 

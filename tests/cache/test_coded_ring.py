@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kernels_pallas import round_tokens
-from zdc_jax.cache import coded_ring
-from zdc_jax.cache.coded_ring import CodedRing
-from zdc_jax.cache.codes import Int8
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.integer_codes import ChannelIntegers
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Int8
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.integers import ChannelIntegers
+from zdc_jax.cache.specs import coded_ring
+from zdc_jax.cache.specs.coded_ring import CodedRing
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Int8
-from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Int8
+from zdc_jax.cache.codes.integers import ChannelIntegers, TokenIntegers
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 

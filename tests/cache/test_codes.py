@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.codes import (
+from zdc_jax.cache.codes.code import (
     Float8,
     Int8,
     Split,
@@ -18,9 +18,9 @@ from zdc_jax.cache.codes import (
     pack,
     unpack,
 )
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
-from zdc_jax.cache.residual_codes import Gear
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.integers import ChannelIntegers, TokenIntegers
+from zdc_jax.cache.codes.residual import Gear
 
 SEEDS = st.integers(0, 2**32 - 1)
 EXPONENTS = st.integers(-45, 36)

@@ -11,8 +11,8 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
-from zdc_jax.cache.evicting import Evicting, highest
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.specs.evicting import Evicting, highest
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.new_keys import NewKeys

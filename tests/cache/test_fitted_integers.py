@@ -6,8 +6,8 @@ import pytest
 from compiled_codes import decode, encode
 
 from kernels_pallas.quantized.encode import reaches_tried
-from zdc_jax.cache.codes import pack
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.code import pack
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 BITS = (2, 3, 4, 5, 6, 8)
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])

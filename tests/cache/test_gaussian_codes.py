@@ -11,7 +11,7 @@ from compiled_codes import decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.gaussian_codes import (
+from zdc_jax.cache.codes.gaussian import (
     TurnedGaussian,
     gaussian_distortion,
     gaussian_levels,

@@ -12,12 +12,13 @@ from conftest import TinyModel
 
 import zdc_jax
 from zdc_jax import CompressionPlan
-from zdc_jax.cache import hosted_choosing, kv_cache
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.gaussian_codes import Gaussian
-from zdc_jax.cache.hosted_choosing import HostedChoosing, fetched, put_tokens
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache import kv_cache
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.gaussian import Gaussian
+from zdc_jax.cache.specs import hosted_choosing
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.hosted_choosing import HostedChoosing, fetched, put_tokens
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.evaluation.answers import answer_questions, read_contexts
 from zdc_jax.evaluation.questions import Question

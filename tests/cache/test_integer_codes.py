@@ -8,7 +8,7 @@ from compiled_codes import decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.integer_codes import (
+from zdc_jax.cache.codes.integers import (
     ChannelIntegers,
     ClippedIntegers,
     ScaledChannelIntegers,

@@ -12,14 +12,14 @@ import pytest
 from kernels_pallas import dequantise, triton
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from zdc_jax import methods
-from zdc_jax.cache import near_far, prefix_ring
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.paged import Paged
-from zdc_jax.cache.pages import Pages
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Call, LayerCacheSpec, put_rows
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.paging.pages import Pages
+from zdc_jax.cache.specs import near_far, prefix_ring
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import attention, stored
 from zdc_jax.ops.new_keys import NewKeys

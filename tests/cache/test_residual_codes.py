@@ -8,7 +8,7 @@ from compiled_codes import decode, encode
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.residual_codes import Gear, low_rank
+from zdc_jax.cache.codes.residual import Gear, low_rank
 
 TOKENS = 16
 

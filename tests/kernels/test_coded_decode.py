@@ -22,9 +22,9 @@ from kernels_pallas.quantized import unpack
 from kernels_pallas.quantized.attention import LARGEST_SUM
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.quantized.unpack import BITS, columns
-from zdc_jax.cache.codes import pack
-from zdc_jax.cache.codes import unpack as levels_of
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.code import pack
+from zdc_jax.cache.codes.code import unpack as levels_of
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 SHAPES = [
     # Coordinates and bits of the planes of keys, of values; query and KV heads.

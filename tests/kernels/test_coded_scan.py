@@ -20,7 +20,7 @@ from kernels_pallas.common import LOG2_E
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.select import scan as coded_scan
 from kernels_pallas.select.scan import BLOCKS, LARGEST, _rounded, default_scan_config
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 HEADS = [(3, 3), (8, 2), (14, 2), (16, 1)]
 KINDS = [(32, 4), (64, 4), (96, 4), (64, 2), (64, 8), (128, 8)]

@@ -12,7 +12,7 @@ from pages import Pool
 from kernels_pallas import Plane, dequantise, dequantise_refusal
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from kernels_pallas.quantized.dequantise import TOKENS
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 B, K, S = 5, 2, 640
 KINDS = {

@@ -12,7 +12,7 @@ from pages import NOWHERE, Pool
 
 from kernels_pallas import Plane, encode, encode_refusal
 from kernels_pallas.quantized.encode import TOKENS
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 B, K, S = 3, 2, 160
 KINDS = {

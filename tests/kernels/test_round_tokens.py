@@ -7,7 +7,7 @@ import pytest
 
 from kernels_pallas import round_tokens, round_tokens_refusal
 from kernels_pallas.quantized.round_tokens import TOKENS
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 B, K = 2, 3
 

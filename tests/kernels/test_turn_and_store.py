@@ -13,7 +13,7 @@ from pages import Pool
 
 from kernels_pallas import Plane, Stored, Turning, turn_and_store, turn_and_store_refusal
 from kernels_pallas.quantized.turn_and_store import ROWS
-from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
 M = WINDOW + 8

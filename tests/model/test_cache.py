@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax.cache.kv_cache import LAYERS_AT_ONCE, KVCache
-from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows, ring_slots
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, recent_rows, ring_slots
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions, slot_of_token
 from zdc_jax.plan import CompressionPlan

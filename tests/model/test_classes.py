@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan, generate
-from zdc_jax.cache.classes import ClassBlocks, Classified, arrange, class_order
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.specs.classes import ClassBlocks, Classified, arrange, class_order
 from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.model.run_layer import extend_layer
 from zdc_jax.ops import attention as ops

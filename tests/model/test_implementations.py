@@ -13,8 +13,8 @@ from conftest import LLAMA, OPT, TinyModel
 
 from kernels_pallas import Segment
 from zdc_jax import generate
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops

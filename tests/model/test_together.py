@@ -9,7 +9,7 @@ from cache_contract import CAPACITY, METHODS, PIECE, ROWS, specs_of
 from conftest import TinyModel
 
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.paged import Paged
+from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.model.together import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.mesh.rivals.partition import Partition
 from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead
 from zdc_jax import generate
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Split
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Split
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.ops.new_keys import NewKeys

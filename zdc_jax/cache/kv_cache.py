@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.spec import LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import LayerCacheSpec, State
 from zdc_jax.errors import CacheMemoryError
 
 LENGTH_BYTES = 4
@@ -40,7 +40,7 @@ class KVCache:
       lengths: tokens stored per sequence, [B] int32.
       specs: spec of each layer, which defines the contents of its state.
       capacity: largest length of a sequence.
-      table: page table [B, n] int32 if the tokens lie in pages (`zdc_jax.cache.paged`), else None.
+      table: page table [B, n] int32 if the tokens lie in pages (`zdc_jax.cache.paging.paged`), else None.
     """
 
     layers: tuple[State, ...]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zdc_jax.cache.kv_cache import device_bytes, free_bytes
-from zdc_jax.cache.paged import Paged
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import CacheMemoryError, PlanError
 
 SHARE = 0.85

@@ -24,8 +24,8 @@ from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import free_device_bytes
-from zdc_jax.cache.near_far import NearFar
-from zdc_jax.cache.paged import Paged
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.engine.choosing import SHAPE, list_choosing, name_choosing, name_score
 from zdc_jax.engine.compiling import Lowering, compile_all
 from zdc_jax.engine.layout import Layout

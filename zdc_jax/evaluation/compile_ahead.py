@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.model.transformer import Transformer
 

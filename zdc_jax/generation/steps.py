@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.shaping import Shaping

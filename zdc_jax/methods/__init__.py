@@ -13,9 +13,9 @@ from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from zdc_jax.cache.evicting import Evicting, Scoring
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.evicting import Evicting, Scoring
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import check_fields, check_names
 
@@ -68,7 +68,7 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class EvictingSettings(MethodSettings):
-    """Options of methods that keep some far tokens and evict the others (`zdc_jax.cache.evicting`).
+    """Options of methods that keep some far tokens and evict the others (`zdc_jax.cache.specs.evicting`).
 
     Attributes:
       kept: far tokens that each KV head keeps, a positive multiple of 8.

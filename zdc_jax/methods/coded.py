@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from zdc_jax.cache.coded_choosing import CodedChoosing
-from zdc_jax.cache.coded_ring import CodedRing
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Split
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.hosted_choosing import HostedChoosing
-from zdc_jax.cache.near_far import NearFar
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.code import Split
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing
+from zdc_jax.cache.specs.coded_ring import CodedRing
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.hosted_choosing import HostedChoosing
+from zdc_jax.cache.specs.near_far import NearFar
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import MOST
 from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers

@@ -6,9 +6,9 @@ The paper finds the retrieving heads with gates, trained on passages to be remem
 
 from dataclasses import dataclass
 
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.retrieving_heads import RetrievingHeads
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.retrieving_heads import RetrievingHeads
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, layer_shape
 from zdc_jax.plan import CompressionPlan

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Float8
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.code import Float8
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import MethodSettings, far_layers
 from zdc_jax.plan import CompressionPlan
 

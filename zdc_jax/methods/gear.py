@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.residual_codes import MAX_VECTOR_LENGTH, Gear
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.residual import MAX_VECTOR_LENGTH, Gear
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, check_one_of, check_range, far_layers
 from zdc_jax.plan import CompressionPlan

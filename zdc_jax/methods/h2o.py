@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.evicting import Scoring
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.evicting import Scoring
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 

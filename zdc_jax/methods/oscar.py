@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.integer_codes import ClippedIntegers
-from zdc_jax.cache.late_store import LateStore
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.integers import ClippedIntegers
+from zdc_jax.cache.specs.late_store import LateStore
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers
 from zdc_jax.plan import CompressionPlan

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.integer_codes import ScaledChannelIntegers, TokenIntegers
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.integers import ScaledChannelIntegers, TokenIntegers
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers
 from zdc_jax.plan import CompressionPlan
 

@@ -8,8 +8,8 @@ principal components of keys before the rotary embedding (`Basis.k_latent`).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zdc_jax.cache.latents import Latents
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.latents import Latents
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, far_layers
 from zdc_jax.plan import CompressionPlan

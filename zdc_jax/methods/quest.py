@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.choosing import PageBounds
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.choosing import PageBounds
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import MethodSettings, far_layers
 from zdc_jax.plan import CompressionPlan
 

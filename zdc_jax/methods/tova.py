@@ -7,8 +7,8 @@ sinks=0, window=1.
 
 from dataclasses import dataclass
 
-from zdc_jax.cache.evicting import Scoring
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.evicting import Scoring
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 

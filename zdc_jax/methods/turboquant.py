@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.gaussian_codes import TurnedGaussian
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.codes.gaussian import TurnedGaussian
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import MethodSettings, check_one_of, far_layers
 from zdc_jax.plan import CompressionPlan
 

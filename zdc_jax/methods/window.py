@@ -7,8 +7,8 @@ the length that the model was trained for; this library ends there.
 from dataclasses import dataclass
 from typing import Any
 
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, far_layers
 from zdc_jax.plan import CompressionPlan

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zdc_jax.cache.classes import ClassLeader, ClassMember
-from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.cache.specs.classes import ClassLeader, ClassMember
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import MethodSettings
 from zdc_jax.plan import CompressionPlan
 

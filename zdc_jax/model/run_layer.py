@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.layers import Reduce, skip_reduction
 from zdc_jax.model.tiles import attend_one_by_one

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Shaped
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State
 from zdc_jax.ops.new_keys import NewKeys
 
 TILE = 16

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.spec import Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
@@ -87,7 +87,7 @@ def extend_together(
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
     The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the
-    clause `pages` (`zdc_jax.cache.spec`): they store tokens by position alone, and a new request needs no
+    clause `pages` (`cache.specs.spec`): they store tokens by position alone, and a new request needs no
     `release`.
 
     Args:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
-from zdc_jax.cache.spec import LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block

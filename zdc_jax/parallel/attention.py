@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, near_attention
 from zdc_jax.ops.shift import ShiftedQueries
 from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Segment, merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.classes import (
+from zdc_jax.cache.specs.classes import (
     Arrangement,
     ClassArrays,
     ClassBlocks,
@@ -28,8 +28,8 @@ from zdc_jax.cache.classes import (
     MemberState,
     arrange,
 )
-from zdc_jax.cache.prefix_ring import PrefixRingState
-from zdc_jax.cache.spec import State
+from zdc_jax.cache.specs.prefix_ring import PrefixRingState
+from zdc_jax.cache.specs.spec import State
 from zdc_jax.model.block import Block
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance

@@ -15,12 +15,12 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_far import CodedFar
-from zdc_jax.cache.coded_ring import CodedRing
-from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.coded_far import CodedFar
+from zdc_jax.cache.specs.coded_ring import CodedRing
+from zdc_jax.cache.specs.coded_store import CodedStore
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.shift import ShiftedQueries

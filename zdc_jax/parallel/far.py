@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
 from zdc_jax.ops.shift import ShiftedQueries
 from zdc_jax.parallel.exchange import gather_head_groups, head_groups, scatter_head_groups

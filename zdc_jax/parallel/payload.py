@@ -22,9 +22,9 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import AnyArray, Array
 from zdc_jax.basis import Basis
-from zdc_jax.cache.codes import decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.gaussian_codes import gaussian_distortion, turn
+from zdc_jax.cache.codes.code import decode_tokens, encode_tokens
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.codes.gaussian import gaussian_distortion, turn
 from zdc_jax.errors import CalibrationError
 from zdc_jax.model.attention import Attention
 

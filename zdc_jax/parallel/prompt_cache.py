@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, ring_of_piece, ring_slots
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, ring_of_piece, ring_slots
 from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.far import Exchanged, near_set

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 
-from zdc_jax.cache.prefix_ring import PrefixRing, ring_slots
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.coded import check_caches, stored_bytes

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zdc_jax.basis import Basis
-from zdc_jax.cache.gaussian_codes import gaussian_distortion
+from zdc_jax.cache.codes.gaussian import gaussian_distortion
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention, widened

@@ -14,7 +14,7 @@ from benchmarks.mesh.rivals.exchanges import (
 )
 from benchmarks.mesh.rivals.partition import Partition, cache_slots
 from benchmarks.mesh.rivals.runahead_mesh import runahead_attention
-from zdc_jax.cache.prefix_ring import ring_slots
+from zdc_jax.cache.specs.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.payload import Payload

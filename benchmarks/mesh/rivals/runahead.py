@@ -23,8 +23,8 @@ from jaxtyping import Float, Int
 from benchmarks.mesh.rivals.partition import Partition, cache_slots, in_eights
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings

@@ -22,8 +22,8 @@ from benchmarks.mesh.rivals.partition import Partition, cache_slots, in_eights
 from benchmarks.mesh.rivals.runahead import longer, no_tokens, with_slots
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Attended, Call
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings

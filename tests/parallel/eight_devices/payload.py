@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.mesh.rivals.exchanges import ring_attention
 from zdc_jax import load
-from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
 from zdc_jax.parallel.attention import sharded_attention

@@ -26,7 +26,7 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages", "shift"]
 - `order`: the result of a sequence does not depend on its index in the batch.
 - `reuse`: a released sequence serves its next request like a new one.
 - `pages`: leaves [B, K, S/n, …] that grow with the capacity store tokens by position, n tokens per slot. No
-  other leaf says which tokens are stored (`zdc_jax.cache.paged`). `project` treats all tokens alike, whatever
+  other leaf says which tokens are stored (`paging.paged`). `project` treats all tokens alike, whatever
   `aux` is, and its arrays are [B, T, …].
 - `shift`: attention adds `NewKeys.block_scores`, so that keys may arrive without their mean.
 

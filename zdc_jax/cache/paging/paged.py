@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.cache.paging.pages import Pages, pools_of
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, decode_tokens, empty_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
-from zdc_jax.cache.spec import Attended, Call
+from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_ring
+from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import slot_of_token

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
-from zdc_jax.cache.integer_codes import dequantise, quantise
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.integers import dequantise, quantise
 
 POWER_STEPS = 4
 """Power iterations for each column and row of a residual, always from the same start vector."""

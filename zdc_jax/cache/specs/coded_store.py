@@ -11,13 +11,13 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_far import CodedFar
-from zdc_jax.cache.codes import Code, Coded, CodedParts, empty_blocks
-from zdc_jax.cache.fitted_integers import kernel_planes
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.prefix_ring import put_tokens, recent_rows
-from zdc_jax.cache.spec import Call, put_rows
+from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
+from zdc_jax.cache.codes.fitted_integers import kernel_planes
+from zdc_jax.cache.paging.pages import Pages, pools_of
+from zdc_jax.cache.specs.coded_far import CodedFar
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
+from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.stored import (
     can_dequantize_far,

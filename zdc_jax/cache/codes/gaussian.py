@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
 
 LLOYD_STEPS = 500
 """Lloyd iterations. Levels of up to 4 bits converge by then; those of 8 bits start close to the optimum."""

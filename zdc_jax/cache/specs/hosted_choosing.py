@@ -16,11 +16,11 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Float, Int, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.choosing import FarTokens
-from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
-from zdc_jax.cache.codes import Coded, coded_shapes, encode_tokens
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Coded, coded_shapes, encode_tokens
+from zdc_jax.cache.specs.choosing import FarTokens
+from zdc_jax.cache.specs.coded_choosing import CodedChoosing, put_coded
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys

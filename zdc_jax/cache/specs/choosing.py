@@ -8,7 +8,7 @@ the scores. Ties go to the lower page. Attention to the chosen tokens is exact, 
 
 A decoded token reads the index and the chosen keys and values only. On XLA, chunks of prompts read everything
 and mask what their queries did not choose: the result is the same, without savings. Where kernels choose and
-read (`zdc_jax.cache.coded_choosing`), each query of a chunk reads only its own choice.
+read (`zdc_jax.cache.specs.coded_choosing`), each query of a chunk reads only its own choice.
 """
 
 from abc import abstractmethod
@@ -22,9 +22,9 @@ from jax.nn import logsumexp
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.prefix_ring import recent_rows
-from zdc_jax.cache.spec import Call, put_rows
+from zdc_jax.cache.specs.near_far import NearFar, NearFarState
+from zdc_jax.cache.specs.prefix_ring import recent_rows
+from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.new_keys import NewKeys

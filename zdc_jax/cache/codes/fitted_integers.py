@@ -12,8 +12,8 @@ from kernels_pallas import Plane
 from kernels_pallas.quantized.encode import SMALLEST, reaches_tried
 from kernels_pallas.quantized.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
-from zdc_jax.cache.pages import in_pages, pools_of
+from zdc_jax.cache.codes.code import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
+from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.ops.stored import encode_with_kernel
 
 

@@ -25,8 +25,8 @@ from kernels_pallas import (
     prefill_attention,
 )
 from zdc_jax.axes import Array
-from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, Exchange, LayerCacheSpec, move_shift, put_rows
+from zdc_jax.cache.paging.pages import Pages, pools_of
+from zdc_jax.cache.specs.spec import Attended, Call, Exchange, LayerCacheSpec, move_shift, put_rows
 from zdc_jax.ops.attention import (
     Implementation,
     cache_refusal,

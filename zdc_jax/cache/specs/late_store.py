@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_store import CodedStore, put_blocks
-from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.prefix_ring import recent_rows
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.code import Code, Coded
+from zdc_jax.cache.specs.coded_store import CodedStore, put_blocks
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.prefix_ring import recent_rows
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 

@@ -21,9 +21,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import Parts, Plane
 from kernels_pallas.select.scan import in_sample
 from zdc_jax.axes import Array
-from zdc_jax.cache.choosing import Choosing, FarTokens, scores_of, take_scores
-from zdc_jax.cache.coded_far import CodedFar
-from zdc_jax.cache.codes import (
+from zdc_jax.cache.codes.code import (
     Code,
     Coded,
     CodedParts,
@@ -32,11 +30,13 @@ from zdc_jax.cache.codes import (
     empty_tokens,
     encode_tokens,
 )
-from zdc_jax.cache.fitted_integers import kernel_planes
-from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.prefix_ring import put_tokens
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.codes.fitted_integers import kernel_planes
+from zdc_jax.cache.paging.pages import Pages, pools_of
+from zdc_jax.cache.specs.choosing import Choosing, FarTokens, scores_of, take_scores
+from zdc_jax.cache.specs.coded_far import CodedFar
+from zdc_jax.cache.specs.near_far import NearFarState
+from zdc_jax.cache.specs.prefix_ring import put_tokens
+from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.new_keys import NewKeys

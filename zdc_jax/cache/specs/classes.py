@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import Segment, merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
 from zdc_jax.ops.new_keys import NewKeys

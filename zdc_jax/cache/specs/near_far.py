@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_ring import CodedRing
-from zdc_jax.cache.codes import Code
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.cache.codes.code import Code
+from zdc_jax.cache.specs.coded_ring import CodedRing
+from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import stored_attention
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.spec import Call, put_rows
+from zdc_jax.cache.specs.near_far import NearFar, NearFarState
+from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 

@@ -17,8 +17,8 @@ from jax.nn import logsumexp
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import ring_of_piece
-from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
+from zdc_jax.cache.specs.prefix_ring import ring_of_piece
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.importance import received_attention

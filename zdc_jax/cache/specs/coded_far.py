@@ -11,11 +11,11 @@ from typing import Any
 
 from kernels_pallas import Parts, Stored
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Coded, CodedParts
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel, restore_tree
-from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.pages import in_pages, pools_of
-from zdc_jax.cache.spec import Attended, Call, State, move_shift
+from zdc_jax.cache.codes.code import Coded, CodedParts
+from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
+from zdc_jax.cache.paging.pages import in_pages, pools_of
+from zdc_jax.cache.specs.near_far import NearFar, NearFarState
+from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.stored import merge_parts, rotate_and_store

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
 
 
 @dataclass(frozen=True)

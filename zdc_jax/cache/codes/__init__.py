@@ -1,0 +1,1 @@
+"""Quantizations of keys and values."""

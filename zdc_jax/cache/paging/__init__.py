@@ -1,0 +1,1 @@
+"""Caches whose slots lie in pages of a shared pool."""
