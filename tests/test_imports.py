@@ -19,7 +19,7 @@ CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
 PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
 NETWORK = (
-    f"{MODEL} zdc_jax.basis zdc_jax.parallel zdc_jax.model.transformer zdc_jax.model.together "
+    f"{MODEL} zdc_jax.basis zdc_jax.parallel zdc_jax.model.transformer zdc_jax.model.mixed_batch "
     "zdc_jax.model.observe"
 )
 LOADING = (
@@ -43,7 +43,7 @@ ALLOWED = {
     "zdc_jax.cache": f"{BASE} kernels_pallas zdc_jax.ops",
     "zdc_jax.model": MODEL,
     "zdc_jax.model.transformer": NETWORK,
-    "zdc_jax.model.together": NETWORK,
+    "zdc_jax.model.mixed_batch": NETWORK,
     "zdc_jax.model.observe": NETWORK,
     "zdc_jax.checkpoint": f"{BASE} zdc_jax.model",
     "zdc_jax.parallel": f"{MODEL} zdc_jax.basis",

@@ -22,7 +22,7 @@ from benchmarks.model.transferred_plans import transferred
 from zdc_jax.cache.kv_cache import KVCache, cache_bytes
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.chunks import SMALLEST_BUCKET
-from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.loading import LanguageModel, load
@@ -224,7 +224,7 @@ class InOneCall:
     def _arguments(self, state: DecodeState, count: int) -> tuple[Any, ...]:
         """Return the arguments of `decode` where every sequence is active until the cache is full."""
         batch, room = len(state.last), state.cache.capacity
-        numbers = row_numbers(1, room, (), Sampling(), np.zeros(2, np.uint32))
+        numbers = pack_parameters(1, room, (), Sampling(), np.zeros(2, np.uint32))
         return self._flat, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
 
 

@@ -26,7 +26,7 @@ from benchmarks.serving.models import ServedFlags
 from benchmarks.traces import trace_kernels
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.runner import MAX_CHUNKS, ChunkInputs, Runner, servable
-from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
 
 PAGE = 128
@@ -75,7 +75,7 @@ class Filled:
             self.runner.set_pages(row, own.tolist())
         self.decoding = self.runner.new_decode_inputs()
         limits = options.held + 1, 2 * options.chunk
-        self.numbers = row_numbers(*limits, (), Sampling(), np.zeros(2, np.uint32))
+        self.numbers = pack_parameters(*limits, (), Sampling(), np.zeros(2, np.uint32))
         for row in range(options.rows):
             self.decoding.add(row, self.numbers, "greedy")
         state = self.runner._state

@@ -34,8 +34,8 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.cache_attention import slots_for
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.stored import slots_for
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.layer_costs import Precision, build_layer, precisions
 

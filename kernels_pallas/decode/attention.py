@@ -3,7 +3,7 @@
     grid: (B·K, far parts + near parts); one warpgroup per CTA
     TMA: q → q_ready; blocks of prefix and ring → ready[slot]   (`stages` in flight)
     each block:  wait ready[slot] → S = Q Kᵀ → online softmax → O += P V → load the next block
-    then write the partial output and log-sum-exp; `parts` merges them
+    then write the partial output and log-sum-exp; `decode.merge` merges them
 
 Per far token and KV head the kernel reads 2 (R + Z) bytes and computes 2 G (R + Z) FLOP; near tokens have H
 coordinates instead. It is bound by memory bandwidth, so it maximizes bytes in flight: little shared memory

@@ -9,7 +9,7 @@
         | softmax       | along keys, over all four warps             |
         | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
 
-    then write the partial output and log-sum-exp; `parts` merges them
+    then write the partial output and log-sum-exp; `decode.merge` merges them
 
 Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and computes 2 G (C + Z) FLOP. Levels
 become bfloat16 in registers (`unpack`). Keys are the rows of the products; the few query heads

@@ -18,7 +18,7 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import choosing, runner
 from zdc_jax.engine.layout import Layout
 from zdc_jax.generation.next_token import Choice
-from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Frontier
 from zdc_jax.plan import CompressionPlan

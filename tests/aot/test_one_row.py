@@ -14,7 +14,7 @@ from compiled import device
 
 from benchmarks.model.models import LLAMA_2_7B, build, coded_plan
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.plan import CompressionPlan
 

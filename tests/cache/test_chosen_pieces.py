@@ -20,7 +20,7 @@ from zdc_jax.cache.paging.pages import Pages
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.hosted_choosing import HostedChoosing
 from zdc_jax.cache.specs.spec import Call
-from zdc_jax.ops import attention, stored
+from zdc_jax.ops import attention, cache_attention
 
 PROMPT, PIECES = (300, 290, 40), ((48, 5, 48), (17, 48, 0))
 """Tokens of each sequence. The first queries of the last sequence have no far token."""
@@ -40,12 +40,12 @@ HEADS = {"MHA": 1, "GQA": G}
 @pytest.fixture
 def plain(monkeypatch):
     """Replace the kernels by plain functions, with few queries at once."""
-    monkeypatch.setattr(stored, "device_refusal", lambda q: None)
-    monkeypatch.setattr(stored, "coded_parts", decoding.plain_parts)
-    monkeypatch.setattr(stored, "index_scores", decoding.plain_scores)
-    monkeypatch.setattr(stored, "largest", decoding.largest_reference)
-    monkeypatch.setattr(stored, "encode_refusal", lambda *_, **__: "none here")
-    monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 32)
+    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    monkeypatch.setattr(cache_attention, "coded_parts", decoding.plain_parts)
+    monkeypatch.setattr(cache_attention, "index_scores", decoding.plain_scores)
+    monkeypatch.setattr(cache_attention, "largest", decoding.largest_reference)
+    monkeypatch.setattr(cache_attention, "encode_refusal", lambda *_, **__: "none here")
+    monkeypatch.setattr(cache_attention, "AT_ONCE", 4 * B * K * cache_attention.LEAST_NUMBERS * 32)
     attend.clear_cache()
     yield
     attend.clear_cache()
@@ -189,8 +189,8 @@ def test_no_row_is_copied_out_of_pages_where_kernels_run(plain, T):
 @pytest.mark.full
 def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
     # Lowering for CUDA needs no GPU.
-    monkeypatch.setattr(stored, "device_refusal", lambda q: None)
-    monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 16)
+    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    monkeypatch.setattr(cache_attention, "AT_ONCE", 4 * B * K * cache_attention.LEAST_NUMBERS * 16)
 
     def shape(dtype, *dims):
         return jax.ShapeDtypeStruct(dims, dtype)
@@ -252,7 +252,7 @@ def test_a_piece_on_the_device_is_what_xla_makes_of_it(on_kernels, name, heads):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_piece_on_the_device_is_what_each_token_gives_alone(on_kernels, name, heads, monkeypatch):
     # All kernels round queries and sum samples alike, also in several blocks.
-    monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 32)
+    monkeypatch.setattr(cache_attention, "AT_ONCE", 4 * B * K * cache_attention.LEAST_NUMBERS * 32)
     attend.clear_cache()
     pieces, tokens = (run(LAYERS[name], HEADS[heads], None, singly=singly) for singly in (False, True))
     attend.clear_cache()

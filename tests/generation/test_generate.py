@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
 from zdc_jax.generation import request, steps
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.request import Request
-from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
 from zdc_jax.plan import CompressionPlan
 
@@ -203,7 +203,7 @@ def test_steps_decode_no_token_beyond_their_limit(model, prompts):
     stop = (by_hand[2][2],)
     numbers = np.stack(
         [
-            row_numbers(n, most, stop, Sampling(), np.zeros(2, np.uint32))
+            pack_parameters(n, most, stop, Sampling(), np.zeros(2, np.uint32))
             for n, most in zip(held, (80, 2, 70), strict=True)
         ]
     )

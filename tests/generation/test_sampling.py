@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from zdc_jax import Sampling
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.next_token import find_top
-from zdc_jax.generation.row_numbers import RowNumbers, row_numbers
+from zdc_jax.generation.packed_parameters import PackedParameters, pack_parameters
 from zdc_jax.generation.sampling import draw, request_keys, restrict
 
 LOGITS = 3 * np.random.default_rng(0).normal(size=(6, 30)).astype(np.float32)
 PROMPTS = [np.array(prompt, np.int32) for prompt in ([1], [1, 2], [2, 1], [1], [0, 1], [1, 0])]
 POSITIONS = jnp.array([1, 2, 2, 1, 2, 2])
-chosen = jax.jit(lambda logits, numbers, positions: draw(logits, RowNumbers.of(numbers).sampling, positions))
+chosen = jax.jit(
+    lambda logits, numbers, positions: draw(logits, PackedParameters.of(numbers).sampling, positions)
+)
 
 
 def numbers(samplings, prompts):
     """Return the row numbers that `draw` needs."""
     keys = request_keys(samplings, prompts)
     given = zip(prompts, samplings, keys, strict=True)
-    return np.stack([row_numbers(len(prompt), 1, (), *rest) for prompt, *rest in given])
+    return np.stack([pack_parameters(len(prompt), 1, (), *rest) for prompt, *rest in given])
 
 
 @pytest.mark.parametrize(

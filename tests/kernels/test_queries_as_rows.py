@@ -17,7 +17,7 @@ from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.select import largest as select
 from kernels_pallas.select import scan as coded_scan
 from kernels_pallas.select.scan import SAMPLE_BLOCK, _rounded
-from zdc_jax.ops import stored
+from zdc_jax.ops import cache_attention
 
 B, T, K, S, SINKS, WINDOW, COUNT, SCALE = 3, 3, 2, 384, 3, 2, 128, 0.2
 STARTS = np.array([381, 200, 4])
@@ -42,9 +42,11 @@ class Case:
             planes, table = pool.planes, pool.table
         given, near = {"scale": SCALE, "table": table}, {"sinks": SINKS, "window": WINDOW}
         positions = jnp.asarray(self.positions)
-        slots = stored.choose_by_index(self.q[..., :32], planes[:1], positions, count=COUNT, **given, **near)
-        parts = stored.coded_decode(self.q, planes, positions, (SINKS, WINDOW), slots=slots, **given)
-        o, lse = stored.merge_parts(self.q, parts)
+        slots = cache_attention.choose_by_index(
+            self.q[..., :32], planes[:1], positions, count=COUNT, **given, **near
+        )
+        parts = cache_attention.coded_decode(self.q, planes, positions, (SINKS, WINDOW), slots=slots, **given)
+        o, lse = cache_attention.merge_parts(self.q, parts)
         return np.asarray(slots), np.asarray(o, np.float64), np.asarray(lse, np.float64)
 
     def truth(self):
@@ -100,13 +102,13 @@ def test_pages_give_what_rows_give(interpreted):
 
 def test_a_row_of_a_store_is_a_page_of_its_queries():
     positions = jnp.asarray(STARTS[:, None] + np.arange(T))
-    table = stored.table_of_queries(positions, None)
+    table = cache_attention.table_of_queries(positions, None)
     np.testing.assert_array_equal(table, [[0]] * 3 + [[1]] * 3 + [[2]] * 3)
     pages = jnp.asarray([[7, 2], [4, 0], [1, 9]], jnp.int32)
-    of_queries = np.asarray(stored.table_of_queries(positions, pages)).reshape(B, T, 2)
+    of_queries = np.asarray(cache_attention.table_of_queries(positions, pages)).reshape(B, T, 2)
     np.testing.assert_array_equal(of_queries, np.broadcast_to(pages[:, None], (B, T, 2)))
-    assert stored.table_of_queries(positions[:, :1], pages) is pages
-    begin, end = stored.far_span(positions, SINKS, WINDOW)
+    assert cache_attention.table_of_queries(positions[:, :1], pages) is pages
+    begin, end = cache_attention.far_span(positions, SINKS, WINDOW)
     np.testing.assert_array_equal(begin, [SINKS] * 9)
     np.testing.assert_array_equal(end, np.ravel(positions) - 1)
 
@@ -124,8 +126,8 @@ def test_a_row_of_a_store_is_a_page_of_its_queries():
     ],
 )
 def test_scores_of_as_many_queries_as_there_is_room_for(shape, at_once):
-    assert stored.queries_at_once(*shape) == at_once
+    assert cache_attention.queries_at_once(*shape) == at_once
     rows, heads, slots, _ = shape
-    assert at_once == 1 or 4 * at_once * rows * heads * slots <= stored.AT_ONCE
+    assert at_once == 1 or 4 * at_once * rows * heads * slots <= cache_attention.AT_ONCE
     # The second axis of a grid on a GPU has at most 65,535 CTAs.
     assert at_once == 1 or at_once * rows * heads <= 65535

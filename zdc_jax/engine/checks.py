@@ -3,6 +3,7 @@
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.guide import check_sampling
+from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.request import (
     check_limit,
     find_special_tokens,
@@ -10,7 +11,6 @@ from zdc_jax.generation.request import (
     stop_token_ids,
     token_ids,
 )
-from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
 

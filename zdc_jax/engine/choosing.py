@@ -13,7 +13,7 @@ from zdc_jax.axes import Array
 from zdc_jax.engine.compiling import Lowering
 from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
-from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose
 from zdc_jax.model.embeddings import Embeddings

@@ -15,7 +15,7 @@ from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores, Token
-from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.shaping import SequenceShaping, count_tokens, token_biases
 from zdc_jax.generation.stopping import OutputSequence, StopStrings
@@ -33,7 +33,7 @@ class Job:
       work: its state in the scheduler.
       stop_ids: token ids that end the answer.
       answer: tokens and text of the answer so far.
-      numbers: packed parameters for the device (`row_numbers`).
+      numbers: packed parameters for the device (`pack_parameters`).
       guide: masks of its next tokens; None if they do not depend on the answer.
       ended: whether the last event was sent.
       arrival_time: time of submission, of `time.monotonic`.
@@ -72,7 +72,7 @@ class Job:
         )
         self._resume(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
-        self.numbers = row_numbers(
+        self.numbers = pack_parameters(
             len(request.prompt),
             request.max_tokens,
             self.stop_ids,

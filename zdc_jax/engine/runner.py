@@ -34,7 +34,7 @@ from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores
-from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
     SEPARATE_PRODUCTS,
@@ -47,7 +47,7 @@ from zdc_jax.generation.steps import (
     decode_steps,
     take_last,
 )
-from zdc_jax.model.together import Place
+from zdc_jax.model.mixed_batch import Place
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import DATA, SEQUENCE
 
@@ -85,7 +85,7 @@ class ChunkInputs:
       tokens: token ids of the chunk.
       begin: position of the first token.
       last: whether the text ends with the chunk, so that a token is generated after it.
-      numbers: packed request parameters (`row_numbers`).
+      numbers: packed request parameters (`pack_parameters`).
       choice: kind of program that chooses that token.
       shaping: changes of logits before that choice; None for no changes.
       following: token after the chunk, to score the token after each of the chunk's; None for no scores.
@@ -111,7 +111,7 @@ class DecodeInputs:
     """Inputs for decoding.
 
     Attributes:
-      numbers: packed request parameters of each sequence (`row_numbers`), [B, WIDTH] int32.
+      numbers: packed request parameters of each sequence (`pack_parameters`), [B, WIDTH] int32.
       active: sequences to decode, [B] bool.
       choice: kind of program that serves all of them.
       is_shaped: whether the logits of one of them are changed before its token is chosen.

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS, row_numbers
+from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS, pack_parameters
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import DecodeState, Flat, decode, first
 from zdc_jax.model.transformer import Transformer
@@ -39,7 +39,7 @@ def generate_greedy(
     """
     stop, key = tuple(stop)[:MAX_STOP_TOKENS], np.zeros(2, np.uint32)  # Greedy steps use no key.
     numbers = np.stack(
-        [row_numbers(length, count, stop, Sampling(), key) for length in cache.lengths.tolist()]
+        [pack_parameters(length, count, stop, Sampling(), key) for length in cache.lengths.tolist()]
     )
     wanted, flat = np.ones(len(numbers), bool), Flat.of(network)
     state, begun = first(flat, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")

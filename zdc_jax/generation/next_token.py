@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.generation.row_numbers import RowNumbers
+from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.sampling import draw
 from zdc_jax.generation.shaping import Shaping
 
@@ -69,7 +69,7 @@ class Scores(NamedTuple):
 
 def choose_token(
     logits: Float[Array, "B V"],
-    rows: RowNumbers,
+    rows: PackedParameters,
     lengths: Int[Array, " B"],
     choice: Choice = "any",
     shaping: Shaping | None = None,
@@ -129,7 +129,7 @@ def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 20"], Float[A
     return ids.astype(jnp.int32), jnp.concatenate([values_above, values_below], axis=-1)
 
 
-def _mask_early_stops(logits: Array, rows: RowNumbers, lengths: Array) -> Array:
+def _mask_early_stops(logits: Array, rows: PackedParameters, lengths: Array) -> Array:
     """Set the logits of stop tokens to -inf in sequences below their minimum length."""
     too_short, out_of_bounds = lengths < rows.minimum, logits.shape[1]
     columns = jnp.where(too_short[:, None] & (rows.stop_ids >= 0), rows.stop_ids, out_of_bounds)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, find_block
 from zdc_jax.generation.guide import check_sampling
-from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
+from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
 from zdc_jax.loading import LanguageModel, TextModel
 

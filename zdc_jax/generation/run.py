@@ -16,9 +16,9 @@ from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
-from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import (
@@ -64,7 +64,7 @@ class Run:
         keys = request_keys(request.samplings, request.prompts)
         self._numbers = np.stack(
             [
-                row_numbers(len(prompt), request.max_new_tokens, request.stop_ids, sampling, key)
+                pack_parameters(len(prompt), request.max_new_tokens, request.stop_ids, sampling, key)
                 for prompt, sampling, key in zip(request.prompts, request.samplings, keys, strict=True)
             ]
         )

@@ -21,10 +21,10 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.generation.next_token import Choice, Token, choose_token
-from zdc_jax.generation.row_numbers import RowNumbers
+from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.together import Place, extend_together
+from zdc_jax.model.mixed_batch import Place, extend_together
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
@@ -158,7 +158,7 @@ def choose(
       last: newest token of each sequence.
       done: whether each newest token is a stop token.
       frontier: hidden states and lengths of the sequences.
-      numbers: packed request parameters (`row_numbers`).
+      numbers: packed request parameters (`pack_parameters`).
       choice: kind of program.
       shaping: arrays from which logits are changed before the choice; None for no changes.
 
@@ -166,7 +166,7 @@ def choose(
       The new `last` and `done`, the tokens as one step, and the new counts of `shaping`, if any. A token from
       logits that are not finite ends its sequence.
     """
-    rows, logits = RowNumbers.of(numbers), embeddings.unembed(frontier.hidden)
+    rows, logits = PackedParameters.of(numbers), embeddings.unembed(frontier.hidden)
     new = choose_token(logits, rows, frontier.lengths, choice, shaping)
     last = jnp.where(frontier.active, new.token, last)
     ends = rows.stops(new.token, frontier.lengths) | ~new.finite
@@ -236,7 +236,7 @@ def select_active(
     sequences that are not wanted have length 0: their pages may belong to others by now and must not be read.
     """
     lengths = state.cache.lengths
-    active = wanted & ~state.done & (lengths < RowNumbers.of(numbers).limit)
+    active = wanted & ~state.done & (lengths < PackedParameters.of(numbers).limit)
     visible = jnp.where(wanted, lengths, 0)
     return replace(state.cache, lengths=visible), active, visible + active
 
@@ -271,7 +271,7 @@ def prefill(
       tokens: chunk of each prompt, padded on the right. Padding may exceed the cache's capacity.
       count: tokens of each chunk.
       ends: prompts that end with this chunk.
-      numbers: packed request parameters (`row_numbers`).
+      numbers: packed request parameters (`pack_parameters`).
       choice: kind of program that chooses tokens.
       implementation: attention implementation.
     """
@@ -379,13 +379,13 @@ def decode_steps(
       network: network.
       state: state after earlier steps.
       wanted: sequences to decode.
-      numbers: packed request parameters (`row_numbers`).
+      numbers: packed request parameters (`pack_parameters`).
       limit: most tokens of this call, or None.
       steps: size of the result, a static number.
       choice: kind of program that chooses tokens.
       implementation: attention implementation.
     """
-    full_length = RowNumbers.of(numbers).limit
+    full_length = PackedParameters.of(numbers).limit
     most = steps if limit is None else jnp.minimum(limit, steps)
 
     def is_unfinished(carry: tuple[DecodeState, Array, Array, Token]) -> Array:

@@ -53,7 +53,7 @@ class MethodSettings:
     search: ClassVar[SearchKind | None] = None
 
     def rotations(self, R: int, Z: int) -> Rotations:
-        """Return the block sizes into which the rotation `gaussian_codes.turn` is folded.
+        """Return the block sizes into which the rotation `cache.codes.gaussian.turn` is folded.
 
         The blocks divide the R leading coordinates of keys and the Z leading coordinates of values.
         """

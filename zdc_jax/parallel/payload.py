@@ -139,7 +139,7 @@ class ScaledFloat8(Format):
 class RotatedIntegers(Format):
     """Format that rotates blocks of coordinates and sends them as integers.
 
-    Each block, token and head has a scale. The rotation is `gaussian_codes.turn`, the quantization that of
+    Each block, token and head has a scale. The rotation is `codes.gaussian.turn`, the quantization that of
     `FittedIntegers`. The sent arrays are, for each block, levels uint8 [B, T, N, C·bits/8] and scale uint8
     [B, T, N, 1]. A block with a non-finite coordinate arrives as NaN.
 

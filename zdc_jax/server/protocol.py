@@ -18,8 +18,8 @@ from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.request import stop_strings, token_ids
-from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
 from zdc_jax.generation.shaping import token_biases
 from zdc_jax.loading import TextModel

@@ -15,8 +15,8 @@ from tiny_tokenizers import byte_tokenizer
 from zdc_jax import Sampling, generate, stream
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
+from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.request import Request
-from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.parallel.mesh import MeshConfig, whole_on
@@ -114,7 +114,7 @@ def test_pieces_have_a_number_of_steps_that_xla_knows():
     mesh = MeshConfig(data=2, sequence=4).create()
     sharded = model.model(CompressionPlan.full(model.config)).network.on_mesh(mesh)
     state = DecodeState.of(sharded.new_cache(batch=2, capacity=64), whole_on(mesh))
-    numbers = np.stack([row_numbers(9, 20, (), Sampling(), np.zeros(2, np.uint32))] * 2)
+    numbers = np.stack([pack_parameters(9, 20, (), Sampling(), np.zeros(2, np.uint32))] * 2)
     given = Flat.of(sharded), state, np.ones(2, bool), numbers
 
     def loops(limit):

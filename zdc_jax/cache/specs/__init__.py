@@ -1,1 +1,1 @@
-"""What a layer's cache stores, and how attention reads it; one spec for each kind."""
+"""Specs of a layer's cache: what each kind stores, and how attention reads it."""

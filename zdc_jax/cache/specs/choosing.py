@@ -26,10 +26,10 @@ from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.prefix_ring import recent_rows
 from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.cache_attention import takes_kernels
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.selection import among_largest
-from zdc_jax.ops.stored import takes_kernels
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
 GATHERED = "kernels read chosen tokens only from quantized stores"

@@ -38,10 +38,7 @@ from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.shift import of_slots
-from zdc_jax.ops.stored import (
+from zdc_jax.ops.cache_attention import (
     choice_refusal,
     choose_by_index,
     coded_decode,
@@ -51,6 +48,9 @@ from zdc_jax.ops.stored import (
     slots_for,
     takes_kernels,
 )
+from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.shift import of_slots
 from zdc_jax.ops.xla import by_query_blocks, in_query_blocks, query_block
 
 

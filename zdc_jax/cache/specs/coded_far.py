@@ -17,8 +17,8 @@ from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.cache_attention import merge_parts, rotate_and_store
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.stored import merge_parts, rotate_and_store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,15 @@ from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, p
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.slots import slot_of_token
-from zdc_jax.ops.stored import (
+from zdc_jax.ops.cache_attention import (
     coded_decode_refusal,
     coded_ring_decode,
     merge_parts,
     round_with_kernel,
     takes_kernels,
 )
+from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.slots import slot_of_token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import (
+from zdc_jax.ops.cache_attention import (
     can_dequantize_far,
     coded_decode,
     coded_decode_refusal,

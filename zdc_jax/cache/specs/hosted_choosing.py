@@ -23,8 +23,8 @@ from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.cache_attention import slots_for
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.stored import slots_for
 
 HOST_MEMORY = "pinned_host"
 """Memory kind of the store."""

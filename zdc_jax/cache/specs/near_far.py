@@ -19,8 +19,8 @@ from zdc_jax.cache.codes.code import Code
 from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.ops.cache_attention import stored_attention
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.stored import stored_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["near", "far"], meta_fields=[])

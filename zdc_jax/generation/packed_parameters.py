@@ -29,7 +29,7 @@ _MAX_INT32 = np.iinfo(np.int32).max
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
-def row_numbers(
+def pack_parameters(
     prompt_tokens: int,
     max_tokens: int,
     stop_ids: Sequence[int],
@@ -65,7 +65,7 @@ def row_numbers(
     return numbers
 
 
-class RowNumbers(NamedTuple):
+class PackedParameters(NamedTuple):
     """Parameters of B requests on the device.
 
     Attributes:
@@ -83,8 +83,8 @@ class RowNumbers(NamedTuple):
     stop_ids: Array
 
     @classmethod
-    def of(cls, numbers: Int[Array, "B WIDTH"]) -> "RowNumbers":
-        """Unpack vectors of `row_numbers`."""
+    def of(cls, numbers: Int[Array, "B WIDTH"]) -> "PackedParameters":
+        """Unpack vectors of `pack_parameters`."""
 
         def read_int(name: str) -> Array:
             return numbers[:, AT[name]]

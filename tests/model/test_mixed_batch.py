@@ -10,7 +10,7 @@ from conftest import TinyModel
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.model.together import Place, extend_together
+from zdc_jax.model.mixed_batch import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS
 """Tokens of a page; the row of an empty chunk."""
