@@ -324,6 +324,7 @@ with CheckpointWriter(sys.argv[1]) as writer:
 """
 
 
+@pytest.mark.full
 def test_a_killed_process_leaves_nothing_that_loads_and_is_cleaned_up(tmp_path):
     output = tmp_path / "model 1"
     killed = subprocess.run([sys.executable, "-c", KILLED, output], capture_output=True, text=True)

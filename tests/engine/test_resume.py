@@ -34,7 +34,7 @@ MATRIX = pytest.mark.matrix
 @pytest.fixture(scope="module")
 def engine():
     """Yield an engine with one token per event; most tokens end within a character, since each is a byte."""
-    config = replace(LLAMA, layers=LLAMA.layers[:2])
+    config = replace(LLAMA, layers=LLAMA.layers[:1])
     tiny = TinyModel(config)
     plan = CompressionPlan.uniform(config, qk=16, v=16, sinks=2, window=16)
     model = replace(tiny.model(plan, tiny.basis()), basis=None, tokenizer=byte_tokenizer(LLAMA.vocab_size))

@@ -9,7 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).parent / "eight_devices"
 GROUPS = [
-    "equality exchange payload coded_payload loading decoding",
+    "equality exchange loading decoding",
+    pytest.param("payload coded_payload", marks=pytest.mark.full),
     pytest.param("serving", marks=pytest.mark.full),
     pytest.param("codes classes", marks=pytest.mark.full),
     pytest.param("lowering numerics traffic", marks=pytest.mark.full),
