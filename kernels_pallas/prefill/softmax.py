@@ -27,7 +27,7 @@ _SLACK = 8.0
 
 
 type Gains = tuple[Array, ...]
-"""What base-2 scores gain in equal ranges of a block's columns, each [ROWS]; empty without gains."""
+"""Gains of base-2 scores in equal ranges of a block's columns, each [ROWS]; empty without gains."""
 
 
 class State(NamedTuple):

@@ -78,7 +78,7 @@ def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
         if (C := array.shape[3]) % 16 or not C:
             raise ValueError(f"x[{i}] has {C} coordinates: must be a multiple of 16")
         if (size := math.prod(array.shape) * array.dtype.itemsize) > 2**31:
-            raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31, because Triton's offsets are")
+            raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "interpret"))

@@ -44,7 +44,7 @@ This needs a driver for CUDA 12.9 or later. Collectives do not fit into a graph.
 takes precedence.
 
 Kernels of a graph that do not need each other's results run at the same time, such as attention to recent and
-to older tokens. Answers are the same, bit for bit.
+to older tokens. With equal matrix kernels, answers are the same, bit for bit.
 """
 
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
+from zdc_jax.cache.kv_cache import KVCache, check_fits_now
 from zdc_jax.cache.specs.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
@@ -179,7 +179,7 @@ class Transformer(nnx.Module):
           CacheMemoryError: a device's share exceeds its free memory.
           MeshError: the batch cannot be divided over `data`.
         """
-        check_fits(self.device_caches, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
+        check_fits_now(self.device_caches, batch=self._local_batch(batch), capacity=capacity)
 
     def new_cache(
         self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
         specs = specs or self.device_caches
         if self.mesh is None:
             return KVCache.create(specs, batch=batch, capacity=capacity)
-        check_fits(specs, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
+        check_fits_now(specs, batch=self._local_batch(batch), capacity=capacity)
         return create_cache(specs, self.mesh, batch, capacity)
 
     def hidden(
@@ -368,7 +368,7 @@ class Transformer(nnx.Module):
         if self.mesh is not None:
             raise NotImplementedError("read_prompt: runs on one device, not on a mesh; use prefill")
         specs, batch = self.layer_caches, tokens.shape[0]
-        check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
+        check_fits_now(specs, batch=batch, capacity=capacity)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, states = self.embeddings.embed(tokens, positions), []
         for block, spec in zip(self.layers, specs, strict=True):

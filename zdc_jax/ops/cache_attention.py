@@ -435,12 +435,7 @@ def round_with_kernel(x: Sequence[Float[Array, "B T K _"]], bits: int | None) ->
     `bits` is None if the kernels do not support the code. As in `encode_with_kernel`, results are the same.
     """
 
-    def refusal() -> str | None:
-        if bits is None:
-            return NOT_INTEGERS
-        return device_refusal(x[0]) or round_tokens_refusal(x, bits)
-
-    if bits is None or not takes_kernels("coding", None, refusal):
+    if bits is None or device_refusal(x[0]) or round_tokens_refusal(x, bits):
         return None
     return round_tokens(x, bits)
 
