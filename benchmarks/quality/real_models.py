@@ -1,6 +1,7 @@
 """Quality of presets and rivals on one real model, without any search.
 
     python -m benchmarks.quality.real_models --model CONVERTED --texts heldout/ --context 8192
+    python -m benchmarks.quality.real_models --model CONVERTED --texts heldout/ --tasks ruler --name ruler
 
 `CONVERTED` is a calibrated folder. Rows are added to the JSON file, and those it already has are skipped, so
 that an interrupted run continues. A row has the bytes of the whole cache relative to 16 bits, the increase of
@@ -10,7 +11,7 @@ perplexity, the KL divergence from the unmodified model, and each task with its 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Options:
       model: converted and calibrated folder.
       texts: text that neither calibration nor a search has read.
       context: context length in tokens.
-      documents: text windows, and documents with questions.
+      documents: documents with questions, all of which are read; samples of each task of RULER; and text
+        windows, if fewer than `zdc evaluate` reads.
+      tasks: measurements, as `zdc evaluate --tasks`.
       plans: names of the plans; default all.
       dtype: dtype of the plans and of the unmodified model.
       seed: seed that chooses text and facts.
@@ -58,7 +61,8 @@ class Options:
     model: Path
     texts: tuple[Path, ...]
     context: int = 8192
-    documents: int = 16
+    documents: int = 56
+    tasks: tuple[str, ...] = TASKS
     plans: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     seed: int = 5
@@ -176,13 +180,13 @@ def main(options: Options) -> None:
         checkpoint.tokenizer(),
         full,
         read_documents(options.texts),
-        tasks=TASKS,
+        tasks=options.tasks,
         contexts=(options.context,),
         max_documents=options.documents,
         seed=options.seed,
     )
     dense = load(options.model, dtype=options.dtype).network
-    evaluation = Evaluation(dense, material, protocol="cached", batch=1)
+    evaluation = Evaluation(dense, material, protocol="cached", batch=1, first_check=options.documents)
     makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:
         wanted = options.model.name, name, options.context
@@ -201,29 +205,31 @@ def main(options: Options) -> None:
 
 
 def describe(report: ContextReport) -> dict[str, Any]:
-    """Return the columns of a report: perplexity, divergence and tasks."""
-    perplexity = report.perplexity
-    assert perplexity is not None
-    return {
-        "protocol": "cached",
-        "context": report.context,
-        "windows": perplexity.windows,
-        "increase": perplexity.increase,
-        "interval": perplexity.interval,
-        "kl": perplexity.kl,
-        "top1": perplexity.top1,
-        "tasks": {
-            name: {
-                "score": task.score,
-                "dense": task.dense,
-                "retention": task.retention,
-                "interval": task.interval,
-                "documents": task.documents,
-                "counts": task.counts,
-            }
-            for name, task in report.tasks.items()
-        },
+    """Return the columns of a report: perplexity, divergence, tasks and long texts, as far as measured."""
+    row: dict[str, Any] = {"protocol": "cached", "context": report.context}
+    if (perplexity := report.perplexity) is not None:
+        row |= {
+            "windows": perplexity.windows,
+            "increase": perplexity.increase,
+            "interval": perplexity.interval,
+            "kl": perplexity.kl,
+            "top1": perplexity.top1,
+        }
+    tasks: dict[str, Any] = {
+        name: {
+            "score": task.score,
+            "dense": task.dense,
+            "retention": task.retention,
+            "interval": task.interval,
+            "documents": task.documents,
+            "counts": task.counts,
+        }
+        for name, task in report.tasks.items()
     }
+    tasks |= {name: asdict(score) for name, score in report.ruler.items()}
+    if report.long_agreement is not None:
+        row["long_agreement"] = asdict(report.long_agreement)
+    return row | {"tasks": tasks}
 
 
 if __name__ == "__main__":
