@@ -65,10 +65,24 @@ LLAMA_3_8B = replace(
     vocab_size=128256,
     layers=LayerSpec(rope=RopeConfig(theta=500_000.0)).repeated(32),
 )
+QWEN_1_5B = replace(
+    LLAMA_2_7B,
+    layers=LayerSpec(rope=RopeConfig(theta=1_000_000.0)).repeated(28),
+    embed_dim=1536,
+    ffn_dim=8960,
+    vocab_size=151936,
+    num_heads=12,
+    num_kv_heads=2,
+    max_positions=32768,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=True,
+)
 SHAPES = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
     "llama-3-8b": LLAMA_3_8B,
+    "qwen2.5-1.5b": QWEN_1_5B,
     "tiny": replace(
         LLAMA_2_7B,
         layers=LLAMA_2_7B.layers[:2],
@@ -120,16 +134,17 @@ def fits(plan: CompressionPlan, *, tokens: int, share: float) -> int:
 
 
 def write_config(shape: str, folder: Path, *, layers: int | None, config: Path | None) -> int:
-    """Write config.json of a Llama of this shape, or copy one, and return its vocabulary's size."""
+    """Write config.json of a Llama or Qwen2 of this shape, or copy one, and return its vocabulary's size."""
     if config is not None:
         shutil.copy(config, folder / "config.json")
         return json.loads(config.read_text())["vocab_size"]
     model = find_shape(shape, layers)
     rope = model.layers[0].rope
     assert rope is not None
+    family, name = ("qwen2", "Qwen2ForCausalLM") if model.qkv_bias else ("llama", "LlamaForCausalLM")
     values = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [name],
+        "model_type": family,
         "hidden_size": model.embed_dim,
         "intermediate_size": model.ffn_dim,
         "num_hidden_layers": model.num_layers,
@@ -142,7 +157,7 @@ def write_config(shape: str, folder: Path, *, layers: int | None, config: Path |
         "rope_theta": rope.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.tie_embeddings,
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,

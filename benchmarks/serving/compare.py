@@ -11,7 +11,7 @@ A slice of a trace is a load, too:
 
 Each system is started, replays all loads, and is ended. Limits are equal: tokens of a request, requests at
 once, and share of the GPU's memory. Prompts are token ids, answers have a fixed length, and decoding is
-greedy. A warm-up of at most one request per client precedes each load. Salts keep it out of the prefix cache.
+greedy. A warm-up of one short request per client precedes each load. Salts keep it out of the prefix cache.
 
 `compare-MODEL-LOAD.json` has one row per system. Times are in seconds: `ttft` from arrival to the first
 token, `tpot` between later tokens, `jct` from arrival to the end. `throughput` counts output tokens per
@@ -54,6 +54,8 @@ from zdc_jax.config import Dtype
 
 WARM_UP = 4
 """Requests of the warm-up before a trace; closed loops warm up with one request per client."""
+WARM_UP_TOKENS = 64
+"""Most output tokens of a request of the warm-up."""
 Row = dict[str, Any]
 
 
@@ -68,8 +70,7 @@ class Options:
       systems: systems to run, in this order.
       measure_client: also run a server that answers at once.
       plan: plan of `ours-plan`, a preset or a file.
-      loop: closed loops, each PROMPT/OUTPUT@CLIENTS.
-      per_client: requests of each client of a closed loop.
+      loop: closed loops, each PROMPT/OUTPUT@CLIENTSxREQUESTS, with 8 requests of each client by default.
       trace: trace of Azure (`.csv.gz`) or Mooncake (`.jsonl.gz`).
       start: start of the slice of the trace in seconds.
       seconds: length of the slice.
@@ -89,7 +90,6 @@ class Options:
     measure_client: bool = False
     plan: str = "3bit"
     loop: tuple[str, ...] = ()
-    per_client: int = 8
     trace: Path | None = None
     start: float = 0.0
     seconds: float = 120.0
@@ -110,11 +110,9 @@ def make_loads(options: Options) -> list[Load]:
     Raises:
       SystemExit: no load, or one that does not fit the options.
     """
-    if options.per_client < 1:
-        raise SystemExit(f"--per-client {options.per_client}: must be at least 1")
     if (options.trace is None) != (not options.rates):
         raise SystemExit(f"--trace {options.trace} --rates {options.rates}: a trace needs rates; pass both")
-    loads = [parse_loop(text, options.per_client) for text in options.loop]
+    loads = [parse_loop(text) for text in options.loop]
     for load in loads:
         if (longest := load.requests[0].prompt + load.requests[0].answer) > options.max_model_len:
             raise SystemExit(
@@ -204,7 +202,7 @@ def replay_warm(server: ServerProcess, load: Load, vocab_size: int, seed: int) -
     Raises:
       ServerFailed: the server ended.
     """
-    first = load.take_first(load.clients or WARM_UP)
+    first = load.take_first(load.clients or WARM_UP, WARM_UP_TOKENS)
     for part, salt in ((first, f"{load.name} warm-up"), (load, load.name)):
         bodies = encode_requests(part, vocab_size=vocab_size, seed=seed, salt=salt)
         served = asyncio.run(replay_load(server.port, part, bodies))

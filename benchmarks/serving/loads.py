@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.serving.replay import Arrival, take_slice
 
-LOOP = re.compile(r"([1-9]\d*)/([1-9]\d*)@([1-9]\d*)")
+LOOP = re.compile(r"([1-9]\d*)/([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,29 @@ class Load:
         """Name without characters that paths reserve."""
         return re.sub("[/@]", "-", self.name)
 
-    def take_first(self, count: int) -> "Load":
-        """Return the first requests, all at once if they have times."""
-        first = (replace(arrival, time=0.0) for arrival in self.requests[:count])
+    def take_first(self, count: int, most_tokens: int) -> "Load":
+        """Return the first requests with short answers, all at once if they have times."""
+        first = (
+            replace(arrival, time=0.0, answer=min(arrival.answer, most_tokens))
+            for arrival in self.requests[:count]
+        )
         return replace(self, requests=tuple(first))
 
 
-def parse_loop(text: str, per_client: int) -> Load:
-    """Return the closed loop `PROMPT/OUTPUT@CLIENTS`, with `per_client` requests for each client.
+def parse_loop(text: str) -> Load:
+    """Return the closed loop `PROMPT/OUTPUT@CLIENTSxREQUESTS`; each client sends `REQUESTS`, by default 8.
 
     Raises:
       SystemExit: the text has another form.
     """
     if (parts := LOOP.fullmatch(text)) is None:
         raise SystemExit(
-            f"--loop {text}: must be PROMPT/OUTPUT@CLIENTS in whole numbers above 0, such as 8000/128@8"
+            f"--loop {text}: must be PROMPT/OUTPUT@CLIENTS or PROMPT/OUTPUT@CLIENTSxREQUESTS in whole "
+            "numbers above 0, such as 8000/128@8 or 8000/128@8x2"
         )
-    prompt, answer, clients = map(int, parts.groups())
-    return Load(text, (Arrival(0.0, prompt, answer),) * (clients * per_client), clients)
+    prompt, answer, clients, each = map(int, parts.groups(default="8"))
+    requests = (Arrival(0.0, prompt, answer),) * (clients * each)
+    return Load(f"{prompt}/{answer}@{clients}", requests, clients)
 
 
 def slice_trace(

@@ -78,16 +78,17 @@ def read_rows(options: Options, load: str) -> list[dict]:
 
 
 def test_loops():
-    load = parse_loop("8000/128@3", per_client=2)
+    load = parse_loop("8000/128@3x2")
     assert load == Load("8000/128@3", (Arrival(0, 8000, 128),) * 6, clients=3)
     assert load.file_name == "8000-128-3"
-    assert len(load.take_first(3).requests) == 3
+    assert len(parse_loop("8000/128@3").requests) == 24
+    assert load.take_first(3, 64).requests == (Arrival(0, 8000, 64),) * 3
 
 
 @pytest.mark.parametrize("text", ["8000", "8000/128", "8000/128@0", "0/1@1", "a/1@1", "1/1@1x", "-1/1@1"])
 def test_a_wrong_loop_is_refused(text, model):
     options = Options(model, 64, loop=(text,))
-    wanted = r"must be PROMPT/OUTPUT@CLIENTS in whole numbers above 0, such as 8000/128@8"
+    wanted = r"must be PROMPT/OUTPUT@CLIENTS or PROMPT/OUTPUT@CLIENTSxREQUESTS in whole numbers above 0"
     with pytest.raises(SystemExit, match=f"--loop {text}: {wanted}"):
         main(options)
 
@@ -101,7 +102,7 @@ def test_a_slice_is_scaled_to_a_rate(tmp_path):
     assert [one.time for one in fast.requests] == pytest.approx([0, 1.6])
     assert (fast.name, fast.file_name) == ("azure-10-20s@0.5", "azure-10-20s-0.5")
     assert (fast.clients, fast.left_out) == (None, 1)
-    assert [one.time for one in slow.take_first(2).requests] == [0, 0]
+    assert [one.time for one in slow.take_first(2, 64).requests] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,6 @@ def test_a_slice_is_scaled_to_a_rate(tmp_path):
     [
         ({}, "no load: pass --loop PROMPT/OUTPUT@CLIENTS, or --trace with --rates"),
         ({"loop": ("60/5@1",)}, "--loop 60/5@1: has 65 tokens, more than --max-model-len 64; raise it"),
-        ({"loop": ("6/5@1",), "per_client": 0}, "--per-client 0: must be at least 1"),
         ({"loop": ("6/5@1",), "slots": 0}, "--slots 0: must be at least 1"),
         ({"loop": ("6/5@1",), "memory": 1.5}, "--memory 1.5: must lie between 0 and 1"),
         ({"loop": ("6/5@1",), "quality": {"ours": 1}}, "--quality ours: must be one of ours-16, ours-plan"),
@@ -133,7 +133,7 @@ def test_an_empty_slice_is_refused(tmp_path):
 
 
 def test_limits_are_equal_for_all_systems(model):
-    options = Options(model, 64, loop=("6/5@1", "6/5@4"), per_client=3, memory=0.8)
+    options = Options(model, 64, loop=("6/5@1x3", "6/5@4x3"), memory=0.8)
     ours, plan, vllm, fp8 = make_systems(options, make_limits(options, make_loads(options)))
     ours_line, plan_line, vllm_line, fp8_line = (" ".join(each.command) for each in (ours, plan, vllm, fp8))
     assert ours_line.endswith(
@@ -159,7 +159,7 @@ def test_vllm_loads_what_its_folder_has(model):
 
 
 def test_prompts_differ_between_requests_and_not_between_runs():
-    load = parse_loop("8/2@2", per_client=1)
+    load = parse_loop("8/2@2x1")
     one, other = bodies = encode_requests(load, vocab_size=90, seed=0, salt="a")
     assert bodies == encode_requests(load, vocab_size=90, seed=0, salt="a")
     assert bodies != encode_requests(load, vocab_size=90, seed=1, salt="a")
@@ -183,7 +183,7 @@ def replay(port: int, load: Load) -> list[Served]:
 
 
 def test_a_loop_on_our_server(our_port):
-    served = replay(our_port, parse_loop("8/5@2", per_client=3))
+    served = replay(our_port, parse_loop("8/5@2x3"))
     assert [one.error for one in served] == [None] * 6
     assert [one.tokens for one in served] == [5] * 6
     assert all(one.came < one.first <= one.last for one in served)
@@ -202,11 +202,11 @@ def test_requests_of_a_trace_come_at_their_times(our_port):
 
 
 def test_refused_requests_have_errors(our_port):
-    (served,) = replay(our_port, parse_loop("300/5@1", per_client=1))
+    (served,) = replay(our_port, parse_loop("300/5@1x1"))
     assert "status 400" in served.error
-    row = compare.summarize([served], parse_loop("300/5@1", per_client=1))
+    row = compare.summarize([served], parse_loop("300/5@1x1"))
     assert row["failed"].startswith("1 requests failed; the first: status 400")
-    (served,) = replay(1, parse_loop("8/5@1", per_client=1))
+    (served,) = replay(1, parse_loop("8/5@1x1"))
     assert served.error, "no server"
 
 
@@ -252,7 +252,7 @@ def test_the_client_is_measured_and_failures_are_rows(model, tmp_path, capsys):
 
 @pytest.mark.usefixtures("of_this_process")
 def test_a_server_that_dies_leaves_a_row_for_each_load(model, tmp_path):
-    common = {"systems": ("vllm-16",), "loop": ("20/4@1", "8/2@1"), "per_client": 1, "results": tmp_path}
+    common = {"systems": ("vllm-16",), "loop": ("20/4@1x1", "8/2@1x1"), "results": tmp_path}
     options = Options(model, 64, vllm=write_program(tmp_path, DIES), **common)
     main(options)
     for name in ("20-4-1", "8-2-1"):
