@@ -95,6 +95,7 @@ class Plans:
             "preset 4bit, not calibrated": lambda: (self._coded(four, calibrated=False), None),
             "preset 3bit": lambda: (self._coded(three), None),
             "3bit, values in 2": lambda: (self._coded(three | {"bits_v": 2}), None),
+            "3bit, keys in 3": lambda: (self._coded(three | {"bits_k": 3}), None),
             "3bit without the shift": lambda: self._without_shift(three),
             "rotated 4 bits without the shift": lambda: (self._uncalibrated("coded", four | _IN_8), None),
             "int8": lambda: (self._uncalibrated("int8", {}, near=_NONE), None),
