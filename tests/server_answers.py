@@ -1,4 +1,4 @@
-"""What tests of the server read from its answers, and what they ask."""
+"""Requests of tests of the server, and readers of its answers."""
 
 import json
 from typing import Any
