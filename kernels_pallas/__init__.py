@@ -8,6 +8,8 @@ from kernels_pallas.decode.merge import Parts as Parts
 from kernels_pallas.decode.merge import merged as merged
 from kernels_pallas.decode.merge import merged_at_once as merged_at_once
 from kernels_pallas.prefill.attention import prefill_attention as prefill_attention
+from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
+from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
 from kernels_pallas.prefill.inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
 from kernels_pallas.prefill.inputs import BlockLists as BlockLists
 from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig

@@ -16,10 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
+    MOST_SINKS,
+    NEAR_WINDOW,
     Parts,
     Plane,
     Rounded,
     Stored,
+    Trailing,
     Turning,
     coded_parts,
     coded_refusal,
@@ -152,6 +155,46 @@ def stored_attention(
         rows: dict[str, Any] = {"starts": positions[:, 0], "lengths": end, "block_scores": block_scores}
         return prefill_attention(q, k, v, scale=scale, keys="far", **rows, **near)
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
+
+
+def can_join(sinks: int, window: int) -> bool:
+    """Return whether `near_far_attention` supports these near tokens."""
+    return 0 < window <= NEAR_WINDOW and sinks <= MOST_SINKS
+
+
+def near_far_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    near: Trailing,
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+    end: Int[Array, " B"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attend to far keys as `stored_attention` does on kernels, and to near keys, with one kernel.
+
+    Args:
+      near: near keys and values with all coordinates, by position.
+      q, k, v, positions, scale, sinks, window, end, block_scores: as for `stored_attention`. Check
+        `stored_attention_refusal` and `can_join` first.
+    """
+    return prefill_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        starts=positions[:, 0],
+        lengths=end,
+        sinks=sinks,
+        window=window,
+        keys="far",
+        near=near,
+        block_scores=block_scores,
+    )
 
 
 def stored_attention_refusal(

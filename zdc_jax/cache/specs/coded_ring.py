@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Parts, Plane
+from kernels_pallas import Parts, Plane, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
@@ -116,6 +116,14 @@ class CodedRing(PrefixRing):
             decoded, q, k._replace(keys=read_k), read_v, positions, end, aux, call
         )
         return attended._replace(state=self._put(state, coded_k, coded_v, positions, end))
+
+    def join_prompt(
+        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> tuple[PrefixRingState, Trailing]:
+        decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
+        (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
+        _, rows = self.unquantized.join_prompt(decoded, k._replace(keys=read_k), read_v, positions, end)
+        return self._put(state, coded_k, coded_v, positions, end), rows
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])

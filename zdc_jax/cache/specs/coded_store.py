@@ -17,17 +17,20 @@ from zdc_jax.cache.paging.pages import Pages, pools_of
 from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
-from zdc_jax.cache.specs.spec import Call, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     can_dequantize_far,
+    can_join,
     coded_decode,
     coded_decode_refusal,
     dequantize_far,
     merge_parts,
+    near_far_attention,
     slots_for,
     takes_kernels,
 )
+from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,40 @@ class CodedStore(CodedFar):
         if takes_kernels("coded decode", call.implementation, refusal):
             return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
+
+    def attend_jointly(
+        self,
+        state: NearFarState,
+        q: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        call: Call,
+    ) -> Attended | None:
+        pools, table = pools_of(state.far)
+        is_whole = self.R == self.Z == self.head_dim and state.near.near == (self.sinks, self.window)
+        if q.shape[1] == 1 or not is_whole or not can_join(self.sinks, self.window):
+            return None
+        if not self._can_dequantize(pools, table, q, call):
+            return None
+        near, rows = self.near.join_prompt(state.near, k, v, positions, end)
+        far = self.write_far(state, k, v, positions, end)
+        planes = self._convert_planes(pools_of(far)[0])
+        far_k, far_v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
+        o, lse = near_far_attention(
+            q,
+            far_k,
+            far_v,
+            rows,
+            positions,
+            scale=call.scale,
+            sinks=self.sinks,
+            window=self.window,
+            end=end,
+            block_scores=call.block_scores,
+        )
+        return Attended(NearFarState(near, far), o, lse, None)
 
     def decode_parts(
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
