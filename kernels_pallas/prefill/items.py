@@ -65,8 +65,8 @@ class Item(NamedTuple):
     inner: Array
     edge: Array
     sink_step: Array
-    near: Array
-    near_edge: Array
+    near: Array | int = 0
+    near_edge: Array | int = 0
 
     def block(self, g: Geometry, step: Array) -> Array:
         """Return the key block of a step."""
@@ -112,7 +112,7 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
     end, zero = jnp.minimum(first + rows, length), jnp.int32(0)
     if g.positions:
         by_all, by_any = bounds[b, tile, 0], bounds[b, tile, 1]
-        steps = (zero, by_all, zero, by_any - by_all, by_all, zero, zero, zero)
+        steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
         return Item(b, head, tile * rows, first, length, base, *steps)
     begin, plain, mixed, inner, edge, sink_step = steps_of(g, config.block_kv, first, end, base)
     near, near_edge = zero, zero
@@ -125,8 +125,8 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
         own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
         listed = bounds[b, lax.div(head, i32(g.groups)), which]
         begin, plain = zero, jnp.where(end > first, jnp.maximum(listed - own, 0), 0)
-    steps = begin, plain, mixed, inner + near, edge, sink_step, near, near_edge
-    return Item(b, head, tile * rows, first, length, base, *steps)
+    steps = begin, plain, mixed, inner + near, edge, sink_step
+    return Item(b, head, tile * rows, first, length, base, *steps, near, near_edge)
 
 
 def _list_near_steps(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, Array]:

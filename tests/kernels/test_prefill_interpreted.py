@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import check, prefill, prefill_near_and_far
+from brute_force import check, prefill
 from jumps import jumping
 from listed import lists_of, truth
+from near_and_far import NEAR_AND_FAR, near_and_far
 
 from kernels_pallas import (
     PrefillConfig,
@@ -188,17 +189,6 @@ def test_near_keys_alone_in_turns(config):
     near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
 
 
-NEAR_AND_FAR = {
-    "prompts from the start": (300, (0, 0), (300, 170), 128, 4),
-    "later chunks": (200, (900, 333), (200, 131), 128, 4),
-    "a window that ends within blocks": (190, (77, 500), (190, 150), 100, 4),
-    "a window of one": (70, (3, 700), (70, 65), 1, 4),
-    "a wide window": (140, (620, 64), (140, 140), 512, 64),
-    "no sinks": (150, (128, 0), (150, 0), 64, 0),
-}
-"""T, starts, number of queries in each row, window and sinks."""
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", NEAR_AND_FAR)
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 1), PrefillConfig(128, 2, 2)])
@@ -210,37 +200,6 @@ def test_near_and_far_keys(case, config):
 @pytest.mark.usefixtures("interpreted")
 def test_near_and_far_keys_in_pages():
     near_and_far(130, (257, 640), (130, 90), 128, 4, PrefillConfig(64, 2, 2), page=128)
-
-
-def near_and_far(T, starts, counts, window, sinks, config, page=0):
-    """Check attention to far keys, and to near keys whose arrays begin at a multiple of 64."""
-    B, N, K, H, starts = 2, 2, 1, 16, np.array(starts)
-    S = -(-(int(max(starts)) + T) // 128) * 128
-    q, far = draw(0, B, T, N, H), (draw(1, B, K, S, H), draw(2, B, K, S, H))
-    near = draw(3, B, K, S, H), draw(4, B, K, S, H)
-    gains = 2 * draw(5, B, T, N, S // 64).astype(F32)
-    base = np.maximum(starts - window + 1, 0) // 64 * 64
-    rows = max(starts - base) + T
-
-    def cut(x):
-        return jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, :rows] for b in range(B)])
-
-    of_sinks = (near[0][:, :, :64], near[1][:, :, :64]) if sinks else ()
-    apart = Trailing(cut(near[0]), cut(near[1]), jnp.asarray(base, jnp.int32), *of_sinks)
-    options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "sinks": sinks, "window": window}
-    wanted = prefill_near_and_far(q, far, near, gains=gains, **options)
-    table = None
-    if page:
-        pages = B * S // page
-        order = np.random.default_rng(0).permutation(pages)
-        far = [
-            x.reshape(B, K, S // page, page, H).swapaxes(1, 2).reshape(pages, K, page, H)[order] for x in far
-        ]
-        table = jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)
-    found = prefill_attention(
-        q, *far, keys="far", near=apart, block_table=table, block_scores=gains, config=config, **options
-    )
-    check(*found, *wanted, BF16)
 
 
 @pytest.mark.usefixtures("interpreted")
