@@ -201,7 +201,7 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
         q, keys, values = turn_and_store(*(x[:, 0] for x in new), turning, *stored, start, start + 1, **near)
         written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
-        return (written, [keys.ring, values.ring]), q
+        return (written, [keys.ring, values.ring]), q.plain
 
     def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile holds tokens of one sequence.

@@ -40,7 +40,14 @@ from jaxtyping import Float, Int
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.decode.merge import Parts, merged
 from kernels_pallas.quantized.inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
-from kernels_pallas.quantized.packed_loads import PER_ROW, block_rows, gathered_bytes, gathered_rows
+from kernels_pallas.quantized.packed_loads import (
+    PER_ROW,
+    block_rows,
+    gathered_bytes,
+    gathered_gains,
+    gathered_rows,
+)
+from kernels_pallas.quantized.queries import arrange_gains, arrange_queries
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.quantized.unpack import columns, unpacked
 
@@ -60,7 +67,8 @@ def coded_attention(
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
-    gains: Float[Array, "B N _"] | None = None,
+    gains: Float[Array, "B N blocks"] | None = None,
+    blocks: Int[Array, "B K n"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
@@ -75,8 +83,8 @@ def coded_attention(
       scale: factor on the scores, 1/√H of the original head dimension.
       slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
       block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
-      gains: what scaled scores gain, float32: in each block of 64 slots, [B, N, S/64], or for each entry of
-        `slots`, [B, N, n].
+      gains: what scaled scores gain in each block of keys, float32; without `slots`, of 64 slots.
+      blocks: block of `gains` of each entry of `slots`, int32; None means slot / 64.
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -87,13 +95,13 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains, "config": config}
-    parts = coded_parts(q, keys, values, begin, end, scale=scale, **given)
+    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains, "blocks": blocks}
+    parts = coded_parts(q, keys, values, begin, end, scale=scale, config=config, **given)
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
 def coded_parts(
-    q: Float[Array, "B N R"],
+    q: Float[Array, "B N R"] | Float[Array, "B K columns R"],
     keys: Sequence[Plane],
     values: Plane,
     begin: Int[Array, " B"],
@@ -102,16 +110,20 @@ def coded_parts(
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
-    gains: Float[Array, "B N _"] | None = None,
+    gains: Float[Array, "B N blocks"] | Float[Array, "B K blocks columns"] | None = None,
+    blocks: Int[Array, "B K n"] | None = None,
     config: CodedConfig | None = None,
 ) -> Parts:
-    """Compute `coded_attention` without merging the parts; errors are the same."""
-    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains}
+    """Compute `coded_attention` without merging the parts; errors are the same.
+
+    Queries and gains may be arranged already (`kernels_pallas.quantized.queries`).
+    """
+    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains, "blocks": blocks}
     check_coded(q, keys, values, begin, end, config=config, **given)
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
-    arrays = q, planes, begin, end, slots, block_table, gains
+    arrays = q, planes, begin, end, slots, block_table, gains, blocks
     return _launch(*arrays, bits=bits, scale=scale, config=config)
 
 
@@ -124,6 +136,7 @@ def _launch(
     slots: Array | None,
     block_table: Array | None,
     gains: Array | None,
+    blocks: Array | None,
     *,
     bits: tuple[int, ...],
     scale: float,
@@ -132,25 +145,31 @@ def _launch(
     """Launch `coded_parts` on checked arguments; `planes` are levels and scales of keys, then of values."""
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
     B, K, S = rows_of(planes[0][1], block_table)
-    N, Z, page = q.shape[1], widths[-1], planes[0][1].shape[2]
-    G = N // K
+    Z, page = widths[-1], planes[0][1].shape[2]
+    if q.ndim == 3:
+        q = arrange_queries(q, K, list(zip(widths, bits, strict=True))[:-1])
     more = [] if block_table is None else [block_table]
+    if gains is not None and gains.ndim == 3:
+        gains = arrange_gains(gains, K)
     if slots is not None:
+        blocks = slots // BLOCK if blocks is None else blocks
         if block_table is not None:
             slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
             planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]
             S = planes[0][1].size
         # Slot S is out of range, so padding is ignored.
-        slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
-        more = [slots.astype(jnp.int32).reshape(B, K, -1, BLOCK)]
+        slots = _in_blocks(slots, S)
+        more = [slots]
+        if gains is not None:
+            more.append(_in_blocks(jnp.clip(blocks, 0, gains.shape[2] - 1), 0))
     if gains is not None:
-        more.append(_arrange_gains(gains, K, listed=slots is not None))
+        more.append(gains)
     g = _Geometry(
         K=K,
         S=S,
         page=0 if block_table is None else page,
-        chosen=0 if slots is None else slots.shape[2],
-        columns=_columns_of(G),
+        chosen=0 if slots is None else slots.shape[2] * BLOCK,
+        columns=q.shape[2],
         gains=gains is not None,
         widths=widths,
         bits=bits,
@@ -172,12 +191,19 @@ def _launch(
     )(
         begin.astype(jnp.int32),
         end.astype(jnp.int32),
-        _queries(q, g),
+        q,
         *(levels if g.chosen else _blocks(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
         *more,
     )
     return Parts(partial, lse, order=tuple(map(int, g.order(-1))), transposed=True)
+
+
+def _in_blocks(entries: Array, fill: int) -> Array:
+    """Divide the entries of lists [B, K, n] into blocks, int32 [B, K, ⌈n/64⌉, 64], padded with `fill`."""
+    B, K, n = entries.shape
+    padded = jnp.pad(entries, ((0, 0), (0, 0), (0, -n % BLOCK)), constant_values=fill)
+    return padded.astype(jnp.int32).reshape(B, K, -1, BLOCK)
 
 
 def _in_pool(
@@ -237,39 +263,15 @@ class _Geometry(NamedTuple):
         return columns(self.widths[plane], self.bits[plane])
 
     @property
+    def lists(self) -> int:
+        """Number of lists: slots, and the blocks of their gains."""
+        return (1 + self.gains) * (self.chosen > 0)
+
+    @property
     def key_columns(self) -> list[Any]:
         """Coordinates of each plane of keys, as slices of all key coordinates."""
         begins = itertools.accumulate(self.widths[:-2], initial=0)
         return [pl.ds(begin, width) for begin, width in zip(begins, self.widths[:-1], strict=True)]
-
-
-def _queries(q: Array, g: _Geometry) -> Array:
-    """Arrange queries as [B, K, columns, C], in the order of unpacked coordinates.
-
-    Missing heads are zeros.
-    """
-    B, N, _ = q.shape
-    G = N // g.K
-    order = np.concatenate([at.start + g.order(plane) for plane, at in enumerate(g.key_columns)])
-    groups = q[..., order].reshape(B, g.K, G, -1)
-    return jnp.pad(groups, ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
-
-
-def _columns_of(G: int) -> int:
-    """Return the columns of the products for G query heads per KV head."""
-    return -(-G // 8) * 8
-
-
-def _arrange_gains(gains: Array, K: int, *, listed: bool) -> Array:
-    """Arrange gains [B, N, n] in base 2, [B, K, n, columns]; for listed slots [B, K, n/64, 64, columns].
-
-    Missing heads and slots are zeros.
-    """
-    B, N, n = gains.shape
-    columns = _columns_of(N // K) - N // K
-    by_key = (gains * LOG2_E).astype(jnp.float32).reshape(B, K, N // K, n).swapaxes(2, 3)
-    by_key = jnp.pad(by_key, ((0, 0), (0, 0), (0, -n % BLOCK if listed else 0), (0, columns)))
-    return by_key.reshape(B, K, -1, BLOCK, by_key.shape[-1]) if listed else by_key
 
 
 def _blocks(levels: Array) -> Array:
@@ -299,14 +301,14 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
             ],
             levels=[] if g.chosen else [plgpu.SMEM((g.stages, *_block_shape(P)), jnp.uint8) for P in sizes],
             reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in sizes],
-            slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
+            lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
             gains=[plgpu.SMEM((g.stages, ALIGNED // 4), jnp.float32)] if g.gains and not g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
             o=plgpu.SMEM((Z, g.columns), jnp.float32),
             lse=plgpu.SMEM((g.columns,), jnp.float32),
             largest=plgpu.SMEM((1,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + (g.chosen > 0)),
+            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + g.lists),
             ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes + (g.gains and not g.chosen)),
         ),
     )
@@ -318,7 +320,7 @@ class _Buffers(NamedTuple):
     q: Any
     levels: Any
     reach: Any
-    slots: Any
+    lists: Any
     gains: Any
     values: Any
     p: Any
@@ -344,8 +346,9 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
         plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
     gains = more.pop().at[b, kv] if g.gains else None
     source: _Source
+    for entries, buffer in zip(more, at.lists, strict=False):
+        plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.q_ready)
     if g.chosen:
-        plgpu.copy_gmem_to_smem(more[0].at[b, kv], at.slots[0], at.q_ready)
         source = _Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv), gains)
     else:
         source = _Stream(g, at, span, sources, (b, kv), gains, *more)
@@ -501,16 +504,16 @@ class _Chosen(_Source):
 
     def block(self, step: Array) -> _Block:
         """Issue all loads before any is used."""
-        slots = plgpu.load(self.at.slots[0].at[step], layout=PER_ROW, optimized=False)
+        slots, *blocks = (
+            plgpu.load(entries.at[step], layout=PER_ROW, optimized=False) for entries in self.at.lists
+        )
         visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
         there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
         stores, found = [source.at[*self.head] for source in self.sources], []
         for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
             found.append(gathered_rows(store, there, C, bits))
         reach = [gathered_bytes(store, there) for store in stores[len(found) :]]
-        gains = None
-        if self.gains is not None:
-            gains = plgpu.load(self.gains.at[step], layout=plgpu.Layout.WGMMA, optimized=False)
+        gains = None if self.gains is None else gathered_gains(self.gains, blocks[0], self.g.columns)
         return _Block(found.__getitem__, reach.__getitem__, visible, gains)
 
 

@@ -13,6 +13,7 @@ from pages import Pool
 
 from kernels_pallas import Plane, Stored, Turning, turn_and_store, turn_and_store_refusal
 from kernels_pallas.quantized.turn_and_store import ROWS
+from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
@@ -99,7 +100,8 @@ class Case:
     def check(self, page=0, **options):
         q, (keys, values) = self.run(page, **options)
         exact_q, exact_k = self.exact()
-        near(q, exact_q, self.q.dtype)
+        near(q.plain, exact_q, self.q.dtype)
+        self.check_arranged(q)
         v = np.asarray(self.v, np.float64)
         for found, x, planes, ring in zip((keys, values), (exact_k, v), self.planes, self.rings, strict=True):
             begin = 0
@@ -120,6 +122,19 @@ class Case:
                 np.testing.assert_array_equal(
                     np.asarray(new, np.float32)[b, :, others], np.asarray(old, np.float32)[b, :, others]
                 )
+
+    def check_arranged(self, q):
+        """Assert that queries have the order of unpacked coordinates of keys, and zeros for missing heads."""
+        (B, _, H), G = q.plain.shape, q.plain.shape[1] // K
+        forms = [self.keys, [(H, 8)]] if self.ring_bits == 8 else [self.keys]
+        assert (q.near is None) == (self.ring_bits == 16)
+        for planes, found in zip(forms, (q.far, q.near), strict=False):
+            begins = np.cumsum([0, *(C for C, _ in planes)])
+            order = np.concatenate([b + columns(*form) for b, form in zip(begins, planes, strict=False)])
+            heads, missing = np.split(np.asarray(found, np.float32), [G], axis=2)
+            plain = np.asarray(q.plain, np.float32).reshape(B, K, G, H)
+            np.testing.assert_array_equal(heads, plain[..., order])
+            np.testing.assert_array_equal(missing, np.zeros((B, K, -G % 8, len(order))))
 
     def check_plane(self, x, old, new, starts, ends):
         """Assert that new tokens are as exact as the quantizer, and that others are unchanged."""

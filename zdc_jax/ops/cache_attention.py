@@ -8,7 +8,7 @@ raises, and None uses the kernels where they can.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from kernels_pallas import (
     Plane,
     Rounded,
     Stored,
+    TurnedQueries,
     Turning,
     coded_parts,
     coded_refusal,
@@ -64,6 +65,18 @@ It covers a result of 256 values in 16 heads, or a list of slots.
 """
 NO_CUDNN = "it does not read this cache"
 NOT_INTEGERS = "kernels support only integer codes with one scale per token"
+
+
+class ArrangedQueries(NamedTuple):
+    """Queries for the kernel of quantized keys.
+
+    Attributes:
+      q: queries [Q, N, R], or arranged, [B, K, columns, R].
+      gains: their block scores [Q, N, blocks], or arranged, [B, K, blocks, columns]; None for whole keys.
+    """
+
+    q: Array
+    gains: Array | None
 
 
 def takes_kernels(
@@ -255,6 +268,7 @@ def coded_decode(
     slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
+    arranged: ArrangedQueries | None = None,
 ) -> Parts:
     """Attend from each query to quantized far tokens with the kernel.
 
@@ -267,32 +281,21 @@ def coded_decode(
       slots: slots to attend to; None for all far slots.
       table: block table of a paged cache.
       block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
+      arranged: single queries and their block scores as the kernel reads them, if other kernels wrote them
+        so.
     """
     *keys, values = planes
-    listed = None if slots is None else _flat(slots)
-    gains = None if block_scores is None else _flat(block_scores)
-    if gains is not None and listed is not None:
-        gains = _gains_of(gains, listed)
+    queries = arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
     return coded_parts(
-        _flat(q),
+        queries.q,
         keys,
         values,
         *far_span(positions, *near),
         scale=scale,
-        slots=listed,
+        slots=None if slots is None else _flat(slots),
         block_table=table_of_queries(positions, table),
-        gains=gains,
+        gains=queries.gains,
     )
-
-
-def _gains_of(
-    block_scores: Float[Array, "Q N blocks"], positions: Int[Array, "Q K n"]
-) -> Float[Array, "Q N n"]:
-    """Return the block scores of keys at `positions`; those outside all blocks may have any."""
-    (Q, N, blocks), K = block_scores.shape, positions.shape[1]
-    at = jnp.clip(positions // BLOCK, 0, blocks - 1)[:, :, None]
-    by_head = block_scores.reshape(Q, K, N // K, blocks)
-    return jnp.take_along_axis(by_head, at, axis=-1).reshape(Q, N, -1)
 
 
 def merge_parts(
@@ -316,20 +319,33 @@ def coded_ring_decode(
     sinks: int,
     window: int,
     block_scores: Float[Array, "B 1 N blocks"] | None = None,
+    arranged: ArrangedQueries | None = None,
 ) -> Parts:
     """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
 
-    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), and `block_scores` those of
-    `coded_decode`.
+    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`). `block_scores` and
+    `arranged` are those of `coded_decode`.
     """
     keys, values = planes
     B, K, M = values.reach.shape
     stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
-    slots = jnp.broadcast_to(jnp.where(stored == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
-    gains = None
-    if block_scores is not None:
-        gains = _gains_of(block_scores[:, 0], jnp.broadcast_to(stored[:, None], (B, K, M)))
-    return coded_parts(q[:, 0], [keys], values, zero, zero + M, scale=scale, slots=slots, gains=gains)
+
+    def of_heads(x: Array) -> Array:
+        return jnp.broadcast_to(x[:, None], (B, K, M))
+
+    slots = of_heads(jnp.where(stored == EMPTY, M, jnp.arange(M)))
+    queries = arranged or ArrangedQueries(q[:, 0], None if block_scores is None else block_scores[:, 0])
+    return coded_parts(
+        queries.q,
+        [keys],
+        values,
+        zero,
+        zero + M,
+        scale=scale,
+        slots=slots,
+        gains=queries.gains,
+        blocks=None if queries.gains is None else of_heads(stored // BLOCK),
+    )
 
 
 def choice_refusal(
@@ -450,7 +466,7 @@ def rotate_and_store(
     near: tuple[int, int],
     implementation: Implementation | None,
     table: Int[Array, "B pages"] | None = None,
-) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
+) -> tuple[TurnedQueries, Stored, Stored] | None:
     """Apply rotary embedding and basis to single tokens and quantize them into the cache, with one kernel.
 
     Args:
@@ -466,8 +482,8 @@ def rotate_and_store(
       table: block table of a paged cache.
 
     Returns:
-      Rotated queries and both updated stores. None if the kernel cannot serve the call, even if `pallas` is
-      requested, or if XLA is requested.
+      Rotated queries, with a token axis in their plain form, and both updated stores. None if the kernel
+      cannot serve the call, even if `pallas` is requested, or if XLA is requested.
     """
     sinks, window = near
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
@@ -496,4 +512,4 @@ def rotate_and_store(
     queries, stored_k, stored_v = turn_and_store(
         *prepare(q, k.keys, v), *stored, positions[:, 0], end, **options
     )
-    return queries[:, None], stored_k, stored_v
+    return queries._replace(plain=queries.plain[:, None]), stored_k, stored_v

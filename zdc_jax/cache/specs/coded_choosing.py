@@ -39,6 +39,7 @@ from zdc_jax.cache.specs.prefix_ring import put_tokens
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
     choice_refusal,
     choose_by_index,
     coded_decode,
@@ -173,19 +174,31 @@ class CodedChoosing(CodedFar, Choosing):
         return in_query_blocks(one_block, block, q, positions, pages, *scores_of(call))
 
     def decode_parts(
-        self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
+        self,
+        far: FarTokens,
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
     ) -> tuple[Parts, Any]:
         pages = self.chosen(far, q, positions, call) if self.index else aux
-        parts = self._attend_slots(far, q, positions, pages, call)
+        parts = self._attend_slots(far, q, positions, pages, call, arranged)
         return parts, pages if self.leads or not self.index else aux
 
     def _attend_slots(
-        self, far: FarTokens, q: Array, positions: Array, slots: Int[Array, "B T K n"], call: Call
+        self,
+        far: FarTokens,
+        q: Array,
+        positions: Array,
+        slots: Int[Array, "B T K n"],
+        call: Call,
+        arranged: ArrangedQueries | None = None,
     ) -> Parts:
         """Compute the attention of each query to the tokens in its `slots`, on the kernel."""
         pools, table = pools_of(far)
         planes, near = self._convert_planes(pools), (self.sinks, self.window)
-        options: dict[str, Any] = {"scale": call.scale, "slots": slots, "table": table}
+        options: dict[str, Any] = {"scale": call.scale, "slots": slots, "table": table, "arranged": arranged}
         return coded_decode(q, planes, positions, near, block_scores=call.block_scores, **options)
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels_pallas import Parts, Stored
+from kernels_pallas import Parts, Stored, TurnedQueries
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, CodedParts
 from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
@@ -17,7 +17,7 @@ from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.cache_attention import merge_parts, rotate_and_store
+from zdc_jax.ops.cache_attention import ArrangedQueries, merge_parts, rotate_and_store
 from zdc_jax.ops.new_keys import NewKeys
 
 
@@ -46,10 +46,19 @@ class CodedFar(NearFar):
         """Return the store with the new tokens, as `write_far`, where no kernel supports the codes."""
 
     @abstractmethod
-    def decode_parts(self, far: State, q: Array, positions: Array, call: Call, aux: Any) -> tuple[Parts, Any]:
+    def decode_parts(
+        self,
+        far: State,
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
+    ) -> tuple[Parts, Any]:
         """Compute attention of single queries [B, 1, N, R] to the far tokens, on kernels.
 
-        Call it only where `reads_pages` is true. The second result is the `aux` to pass on.
+        Call it only where `reads_pages` is true. `arranged` are the queries as the kernel reads them, if
+        other kernels wrote them so. The second result is the `aux` to pass on.
         """
 
     def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
@@ -79,9 +88,11 @@ class CodedFar(NearFar):
         k, call = move_shift(k, call, self.capacity(state.far))
         if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
-                q, written = stored
-                far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux)
-                near = self.near.decode_stored(written.near, q, positions, call)
+                (q, q_far, q_near), written = stored
+                of_far = ArrangedQueries(q_far, call.gains)
+                of_near = None if q_near is None else ArrangedQueries(q_near, call.gains)
+                far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux, of_far)
+                near = self.near.decode_stored(written.near, q, positions, call, of_near)
                 return Attended(written, *merge_parts(q, near, far), aux)
             q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
@@ -95,7 +106,7 @@ class CodedFar(NearFar):
         positions: Array,
         end: Array,
         call: Call,
-    ) -> tuple[Array, NearFarState] | None:
+    ) -> tuple[TurnedQueries, NearFarState] | None:
         """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
 
         Returns:
@@ -114,7 +125,7 @@ class CodedFar(NearFar):
         )
         if result is None:
             return None
-        q, *written = result
+        turned, *written = result
         coded = [
             in_pages(restore_tree([coded for _, coded in parts], new.planes), table)
             for parts, new in zip((keys, values), written, strict=True)
@@ -124,4 +135,4 @@ class CodedFar(NearFar):
             for old, new in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
-        return q, NearFarState(near, self.from_parts(*coded))
+        return turned, NearFarState(near, self.from_parts(*coded))

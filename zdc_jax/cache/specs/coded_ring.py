@@ -15,6 +15,7 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_rin
 from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
     coded_decode_refusal,
     coded_ring_decode,
     merge_parts,
@@ -127,7 +128,14 @@ class CodedRing(PrefixRing):
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
-    def decode_stored(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
+    def decode_stored(
+        self,
+        state: PrefixRingState,
+        q: Array,
+        positions: Array,
+        call: Call,
+        arranged: ArrangedQueries | None = None,
+    ) -> Parts:
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
         return coded_ring_decode(
             q,
@@ -137,6 +145,7 @@ class CodedRing(PrefixRing):
             sinks=sinks,
             window=window,
             block_scores=call.block_scores,
+            arranged=arranged,
         )
 
     def attend_whole(

@@ -20,6 +20,7 @@ from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.specs.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
     can_dequantize_far,
     coded_decode,
     coded_decode_refusal,
@@ -123,11 +124,17 @@ class CodedStore(CodedFar):
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def decode_parts(
-        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
+        self,
+        far: tuple[Coded, Coded],
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
     ) -> tuple[Parts, Any]:
         (pools, table), near = pools_of(far), (self.sinks, self.window)
         stored = kernel_planes(self._pair_codes(pools))
-        options: dict[str, Any] = {"scale": call.scale, "table": table}
+        options: dict[str, Any] = {"scale": call.scale, "table": table, "arranged": arranged}
         return coded_decode(q, stored, positions, near, block_scores=call.block_scores, **options), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:

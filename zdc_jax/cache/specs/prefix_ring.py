@@ -33,6 +33,7 @@ from zdc_jax.ops.attention import (
     choose_implementation,
     self_attention,
 )
+from zdc_jax.ops.cache_attention import ArrangedQueries
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -159,9 +160,17 @@ class PrefixRing(LayerCacheSpec):
         return self._choose_implementation(state, q, v, call) == "pallas"
 
     def decode_stored(
-        self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
+        self,
+        state: PrefixRingState,
+        q: Float[Array, "B 1 N H"],
+        positions: Int[Array, "B 1"],
+        call: Call,
+        arranged: ArrangedQueries | None = None,
     ) -> Parts:
-        """Compute attention of single tokens that the cache stores already, on kernels."""
+        """Compute attention of single tokens that the cache stores already, on kernels.
+
+        `arranged` are the queries as the kernel of a quantized ring reads them, if another kernel wrote them.
+        """
         sinks, window = state.near
         return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
 

@@ -64,6 +64,8 @@ class Call:
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
+      gains: `block_scores` of single tokens as the kernel of quantized keys reads them
+        (`ShiftedQueries.arranged_scores`), if kernels may be used; else None.
     """
 
     scale: float
@@ -72,17 +74,22 @@ class Call:
     table: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
+    gains: Array | None = None
 
 
 def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
     """Return keys and call with the shift of the keys as `block_scores` of the call.
 
-    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged.
+    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged. Compiled programs
+    compute only the form of the scores that they use.
     """
     if k.shift is None:
         return k, call
-    scores = k.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
-    return k._replace(shift=None), replace(call, block_scores=scores)
+    on_kernel, gains = call.implementation != "xla", None
+    scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel)
+    if on_kernel and scores.shape[1] == 1:
+        gains = k.shift.arranged_scores(slots, call.scale)
+    return k._replace(shift=None), replace(call, block_scores=scores, gains=gains)
 
 
 class Attended(NamedTuple):
