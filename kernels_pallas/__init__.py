@@ -17,6 +17,7 @@ from kernels_pallas.quantized.attention import coded_parts as coded_parts
 from kernels_pallas.quantized.dequantise import dequantise as dequantise
 from kernels_pallas.quantized.encode import encode as encode
 from kernels_pallas.quantized.inputs import CodedConfig as CodedConfig
+from kernels_pallas.quantized.inputs import CodedPass as CodedPass
 from kernels_pallas.quantized.inputs import Plane as Plane
 from kernels_pallas.quantized.inputs import plane_fits as plane_fits
 from kernels_pallas.quantized.queries import arrange_gains as arrange_gains

@@ -38,6 +38,7 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.kernels.bench_kernels import cudnn
 from benchmarks.kernels.timing import copy_bandwidth, device_ms, kernel_times, normal
 from kernels_pallas import (
+    CodedPass,
     Plane,
     Ring,
     Stored,
@@ -471,7 +472,7 @@ def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array,
     near = decode_parts(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
     slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    older = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
+    (older,) = coded_parts([CodedPass(q, keys, values, begin, end, slots)], scale=SCALE)
     return merged_at_once([near, older], N // K, q.dtype)[0]
 
 

@@ -65,6 +65,25 @@ class CodedConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
+class CodedPass(NamedTuple):
+    """Quantized keys and values, and the queries that read them: the arguments of `coded_attention`.
+
+    Queries and gains may be arranged already (`kernels_pallas.quantized.queries`), [B, K, columns, R] and
+    [B, K, blocks, columns].
+    """
+
+    q: Array
+    keys: Sequence[Plane]
+    values: Plane
+    begin: Array
+    end: Array
+    slots: Array | None = None
+    block_table: Array | None = None
+    gains: Array | None = None
+    blocks: Array | None = None
+    config: CodedConfig | None = None
+
+
 def config_for(
     keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
 ) -> CodedConfig:
@@ -96,7 +115,6 @@ def check_coded(
     values: Plane,
     begin: Shaped,
     end: Shaped,
-    *,
     slots: Shaped | None = None,
     block_table: Shaped | None = None,
     gains: Shaped | None = None,

@@ -76,8 +76,12 @@ def in_rows(plane, table):
     return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
 
 
-def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None, gains=None, blocks=None):
-    """Compute `coded_parts` as one part, from the docstring of `coded_attention`."""
+def plain_parts(passes, *, scale):
+    """Compute `coded_parts` with one part per pass, from the docstring of `coded_attention`."""
+    return [plain_part(**each._asdict(), scale=scale) for each in passes]
+
+
+def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, config, scale):
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])

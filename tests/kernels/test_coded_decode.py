@@ -16,10 +16,19 @@ import numpy as np
 import pytest
 from pages import Pool
 
-from kernels_pallas import CodedConfig, Plane, coded_attention, coded_refusal
+from kernels_pallas import (
+    CodedConfig,
+    CodedPass,
+    Plane,
+    arrange_gains,
+    coded_attention,
+    coded_parts,
+    coded_refusal,
+)
 from kernels_pallas.quantized import attention as coded_decode
-from kernels_pallas.quantized import unpack
+from kernels_pallas.quantized import key_blocks, unpack
 from kernels_pallas.quantized.attention import LARGEST_SUM
+from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.quantized.unpack import BITS, column_of, columns
 from zdc_jax.cache.codes.code import pack
@@ -286,6 +295,8 @@ PLAIN = {
     "unpacked": _plain_unpacked,
     "_product": _plain_product,
     "_wait_for_all": plgpu.commit_smem,  # This is such a barrier for the interpreter.
+}
+LOADS = {
     "block_rows": lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
     "gathered_rows": lambda store, slots, C, bits: store[...][slots],
     "gathered_bytes": lambda store, slots: store[...][slots],
@@ -294,7 +305,9 @@ PLAIN = {
 
 
 @pytest.fixture
-def interpreted():
+def interpreted(monkeypatch):
+    for name, load in LOADS.items():
+        monkeypatch.setattr(key_blocks, name, load)
     with interpreting.interpreted(coded_decode, **PLAIN):
         yield
 
@@ -424,6 +437,58 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     o, lse = it.run(config=config)
     np.testing.assert_array_equal(np.isnan(o).all(-1), np.arange(3)[:, None] * 4 + np.arange(4) == 6)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(o).all(-1))
+
+
+CONFIGS = CodedConfig(stages=2, splits=2), CodedConfig(stages=1, splits=3)
+
+
+def check_passes(it, chosen, listed, configs=CONFIGS):
+    """Assert that a store and a list of its slots in one launch are those of two, bit by bit.
+
+    Queries and gains of the launch are arranged before.
+    """
+    passes, apart = [], []
+    for n, config in zip((0, chosen), configs, strict=True):
+        it.slots = it.blocks = None
+        if n:
+            it.choose(n)
+        it.gain(listed=listed and n > 0)
+        K, q, gains = it.values.reach.shape[1], it.q, jnp.asarray(it.gains)
+        more = [None if x is None else jnp.asarray(x) for x in (it.slots, it.blocks)]
+        given = [it.keys, it.values, jnp.asarray(it.begin), jnp.asarray(it.end)]
+        plain = CodedPass(q, *given, more[0], None, gains, more[1], config)
+        planes = [(plane.width, plane.bits) for plane in it.keys]
+        passes.append(
+            plain._replace(q=arrange_queries(q, K, planes), gains=arrange_gains(gains, K)),
+        )
+        apart += coded_parts([plain], scale=SCALE)
+    for one, other in zip(coded_parts(passes, scale=SCALE), apart, strict=True):
+        np.testing.assert_array_equal(one.o, other.o)
+        np.testing.assert_array_equal(one.lse, other.lse)
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), [SHAPES[1], SHAPES[3]])
+@pytest.mark.matrix
+def test_passes_in_one_launch_are_those_of_several(interpreted, keys, values, heads):
+    check_passes(Case(keys, values, heads, S=192), 100, listed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.parametrize("configs", [CONFIGS, (None, None)])
+def test_passes_in_one_launch_are_those_of_several_on_the_device(keys, values, heads, listed, configs):
+    check_passes(Case(keys, values, heads, S=4096), 300, listed, configs)
+
+
+def test_passes_of_other_batches_are_refused():
+    one, other = (Case(*SHAPES[1], S=192) for _ in range(2))
+    other.values = jax.tree.map(lambda x: x[:2] if isinstance(x, jax.Array) else x, other.values)
+    passes = [
+        CodedPass(it.q, it.keys, it.values, *map(jnp.asarray, (it.begin, it.end))) for it in (one, other)
+    ]
+    with pytest.raises(ValueError, match=r"passes have .* \[\(2, 2\), \(3, 2\)\]: must be the same"):
+        coded_parts(passes, scale=SCALE)
 
 
 @pytest.mark.gpu

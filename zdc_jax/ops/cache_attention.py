@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
+    CodedPass,
     Parts,
     Plane,
     Rounded,
@@ -247,7 +248,7 @@ def coded_decode_refusal(
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
-    """Return why `coded_decode` cannot run, or None; `planes` are empty if a code is not supported."""
+    """Return why the kernel cannot run `far_pass`, or None; `planes` are empty if a code is not supported."""
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
@@ -258,26 +259,24 @@ def coded_decode_refusal(
     )
 
 
-def coded_decode(
+def far_pass(
     q: Float[Array, "B T N R"],
     planes: Sequence[Plane],
     positions: Int[Array, "B T"],
     near: tuple[int, int],
     *,
-    scale: float,
     slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
     arranged: ArrangedQueries | None = None,
-) -> Parts:
-    """Attend from each query to quantized far tokens with the kernel.
+) -> CodedPass:
+    """Return the kernel's pass from each query over its quantized far tokens.
 
     Args:
       q: queries.
       planes: planes of keys, then one of values; pools if there is a `table`.
       positions: position of each query.
       near: sinks and window.
-      scale: factor on the scores.
       slots: slots to attend to; None for all far slots.
       table: block table of a paged cache.
       block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
@@ -286,22 +285,26 @@ def coded_decode(
     """
     *keys, values = planes
     queries = arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
-    return coded_parts(
+    return CodedPass(
         queries.q,
         keys,
         values,
         *far_span(positions, *near),
-        scale=scale,
         slots=None if slots is None else _flat(slots),
         block_table=table_of_queries(positions, table),
         gains=queries.gains,
     )
 
 
-def merge_parts(
-    q: Float[Array, "B T N R"], *parts: Parts
+def attend_passes(
+    q: Float[Array, "B T N R"], *passes: CodedPass | Parts, scale: float
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Merge partial attention over disjoint keys; return the output and its log-sum-exp."""
+    """Compute attention in passes over disjoint keys; return the output and its log-sum-exp.
+
+    One launch computes all passes over quantized keys. Other kernels have computed those that are `Parts`.
+    """
+    launched = iter(coded_parts([each for each in passes if isinstance(each, CodedPass)], scale=scale))
+    parts = [next(launched) if isinstance(each, CodedPass) else each for each in passes]
     (B, T, N, _), K = q.shape, parts[0].o.shape[1]
     if len(parts) == 1:
         o, lse = merged(parts[0], N // K, q.dtype)
@@ -310,21 +313,20 @@ def merge_parts(
     return o.reshape(B, T, N, -1), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
-def coded_ring_decode(
+def ring_pass(
     q: Float[Array, "B 1 N H"],
     planes: Sequence[Plane],
     positions: Int[Array, "B 1"],
     *,
-    scale: float,
     sinks: int,
     window: int,
     block_scores: Float[Array, "B 1 N blocks"] | None = None,
     arranged: ArrangedQueries | None = None,
-) -> Parts:
-    """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
+) -> CodedPass:
+    """Return the kernel's pass from one query per sequence over its quantized near tokens, with its own.
 
     `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`). `block_scores` and
-    `arranged` are those of `coded_decode`.
+    `arranged` are those of `far_pass`.
     """
     keys, values = planes
     B, K, M = values.reach.shape
@@ -335,13 +337,12 @@ def coded_ring_decode(
 
     slots = of_heads(jnp.where(stored == EMPTY, M, jnp.arange(M)))
     queries = arranged or ArrangedQueries(q[:, 0], None if block_scores is None else block_scores[:, 0])
-    return coded_parts(
+    return CodedPass(
         queries.q,
         [keys],
         values,
         zero,
         zero + M,
-        scale=scale,
         slots=slots,
         gains=queries.gains,
         blocks=None if queries.gains is None else of_heads(stored // BLOCK),

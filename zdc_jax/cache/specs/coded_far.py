@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels_pallas import Parts, Stored, TurnedQueries
+from kernels_pallas import CodedPass, Stored, TurnedQueries
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, CodedParts
 from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
@@ -17,7 +17,7 @@ from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.cache_attention import ArrangedQueries, merge_parts, rotate_and_store
+from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes, rotate_and_store
 from zdc_jax.ops.new_keys import NewKeys
 
 
@@ -25,7 +25,7 @@ from zdc_jax.ops.new_keys import NewKeys
 class CodedFar(NearFar):
     """`NearFar` with a quantized store.
 
-    On kernels, a single token does not use `NearFar.attend`, but `decode_parts` and `decode_stored` of the
+    On kernels, a single token does not use `NearFar.attend`, but `far_pass` and `decode_stored` of the
     ring. A subclass that changes how tokens are written must override `project` too, so that keys come in
     stored form.
     """
@@ -46,7 +46,7 @@ class CodedFar(NearFar):
         """Return the store with the new tokens, as `write_far`, where no kernel supports the codes."""
 
     @abstractmethod
-    def decode_parts(
+    def far_pass(
         self,
         far: State,
         q: Array,
@@ -54,8 +54,8 @@ class CodedFar(NearFar):
         call: Call,
         aux: Any,
         arranged: ArrangedQueries | None = None,
-    ) -> tuple[Parts, Any]:
-        """Compute attention of single queries [B, 1, N, R] to the far tokens, on kernels.
+    ) -> tuple[CodedPass, Any]:
+        """Return the kernel's pass from single queries [B, 1, N, R] over the far tokens.
 
         Call it only where `reads_pages` is true. `arranged` are the queries as the kernel reads them, if
         other kernels wrote them so. The second result is the `aux` to pass on.
@@ -91,9 +91,9 @@ class CodedFar(NearFar):
                 (q, q_far, q_near), written = stored
                 of_far = ArrangedQueries(q_far, call.gains)
                 of_near = None if q_near is None else ArrangedQueries(q_near, call.gains)
-                far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux, of_far)
+                far, aux = self.far_pass(written.far, q[..., : self.R], positions, call, aux, of_far)
                 near = self.near.decode_stored(written.near, q, positions, call, of_near)
-                return Attended(written, *merge_parts(q, near, far), aux)
+                return Attended(written, *attend_passes(q, far, near, scale=call.scale), aux)
             q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 

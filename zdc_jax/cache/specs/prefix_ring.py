@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
     TAIL_ALIGNMENT,
+    CodedPass,
     Parts,
     Ring,
     Trailing,
@@ -166,10 +167,11 @@ class PrefixRing(LayerCacheSpec):
         positions: Int[Array, "B 1"],
         call: Call,
         arranged: ArrangedQueries | None = None,
-    ) -> Parts:
+    ) -> Parts | CodedPass:
         """Compute attention of single tokens that the cache stores already, on kernels.
 
-        `arranged` are the queries as the kernel of a quantized ring reads them, if another kernel wrote them.
+        A quantized ring returns the pass that computes it. `arranged` are the queries as its kernel reads
+        them, if other kernels wrote them so.
         """
         sinks, window = state.near
         return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
