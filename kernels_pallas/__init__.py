@@ -26,6 +26,7 @@ from kernels_pallas.quantized.round_tokens import round_tokens as round_tokens
 from kernels_pallas.quantized.turn_and_store import Stored as Stored
 from kernels_pallas.quantized.turn_and_store import TurnedQueries as TurnedQueries
 from kernels_pallas.quantized.turn_and_store import Turning as Turning
+from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
 from kernels_pallas.ragged_keys import Segment as Segment
 from kernels_pallas.ragged_keys import merge_partial as merge_partial

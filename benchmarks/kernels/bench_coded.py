@@ -47,6 +47,7 @@ from kernels_pallas import (
     decode_parts,
     encode,
     index_scores,
+    join_heads,
     largest,
     merged_at_once,
     post_rope,
@@ -200,7 +201,8 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
         empty, rings = state
         index, rest, values = planes(empty, plan)
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
-        q, keys, values = turn_and_store(*(x[:, 0] for x in new), turning, *stored, start, start + 1, **near)
+        heads = join_heads(*(x[:, 0] for x in new))
+        q, keys, values = turn_and_store(heads, turning, *stored, start, start + 1, **near)
         written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
         return (written, [keys.ring, values.ring]), q.plain
 

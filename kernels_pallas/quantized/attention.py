@@ -257,15 +257,25 @@ def _in_pool(
 
 def _kernel(*refs: Any, passes: Sequence[tuple[Geometry, int]]) -> None:
     """Run one CTA: a part of one pass; `passes` have the numbers of their operands."""
-    rest, part, first = iter(refs), lax.axis_index("part"), 0
+    rest = iter(refs)
     inputs = [list(itertools.islice(rest, count)) for _, count in passes]
-    for (g, _), operands in zip(passes, inputs, strict=True):
-        run = functools.partial(_run, operands, [next(rest), next(rest)], g, part - first)
-        if len(passes) == 1:
-            run()
-        else:
-            pl.when((part >= first) & (part < first + g.parts))(run)
-        first += g.parts
+    runs = [
+        (g.parts, functools.partial(_run, operands, [next(rest), next(rest)], g))
+        for (g, _), operands in zip(passes, inputs, strict=True)
+    ]
+    _run_one(runs, lax.axis_index("part"))
+
+
+def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -> None:
+    """Run the pass that a part belongs to.
+
+    With both branches of one condition, the compiler needs fewer registers than with two conditions.
+    """
+    (parts, run), *others = runs
+    if others:
+        lax.cond(part < parts, lambda: run(part), lambda: _run_one(others, part - parts))
+    else:
+        run(part)
 
 
 def _run(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array) -> None:

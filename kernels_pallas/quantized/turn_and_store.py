@@ -131,10 +131,19 @@ class _Geometry(NamedTuple):
     v: _Form
 
 
+def join_heads(
+    q: Float[Array, "*B N H"], k: Float[Array, "*B K H"], v: Float[Array, "*B K Hv"]
+) -> list[Array]:
+    """Return the heads of new tokens as `turn_and_store` reads them: in one array if all are equally wide.
+
+    XLA copies its products into that array once. Duplicate a single token before them: a vector product would
+    be summed within the concatenation, slowly, one element per thread.
+    """
+    return [jnp.concatenate([q, k, v], axis=-2)] if q.shape[-1] == v.shape[-1] else [q, k, v]
+
+
 def turn_and_store(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K Hv"],
+    heads: Sequence[Float[Array, "B _ _"]],
     turning: Turning,
     k_stored: Stored,
     v_stored: Stored,
@@ -151,9 +160,8 @@ def turn_and_store(
     Each sequence's token goes to its start, if that is below `ends`.
 
     Args:
-      q: queries, bfloat16 or float16, as projected.
-      k: keys, like `q`.
-      v: values, like `q`.
+      heads: queries [B, N, H], keys [B, K, H] and values [B, K, Hv] as projected, bfloat16 or float16; or all
+        in this order in one array (`join_heads`).
       turning: rotary embedding and basis.
       k_stored: cache of rotated keys.
       v_stored: cache of values.
@@ -174,13 +182,11 @@ def turn_and_store(
       NotImplementedError: JAX has no Triton back end.
     """
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": block_table}
-    check_turn_and_store(q, k, v, turning, k_stored, v_stored, starts, ends, **options)
+    check_turn_and_store(heads, turning, k_stored, v_stored, starts, ends, **options)
     forms = _form(k_stored), _form(v_stored)
     arrays = _arrays(k_stored), _arrays(v_stored)
     (plain, far, *near), *found = _launch(
-        q,
-        k,
-        v,
+        list(heads),
         turning,
         arrays,
         starts,
@@ -195,9 +201,7 @@ def turn_and_store(
 
 
 def check_turn_and_store(
-    q: Shaped,
-    k: Shaped,
-    v: Shaped,
+    heads: Sequence[Shaped],
     turning: Turning,
     k_stored: Stored,
     v_stored: Stored,
@@ -211,14 +215,9 @@ def check_turn_and_store(
     """Check the arguments of `turn_and_store`; errors are those it documents."""
     common.check_device()
     check_back_end()
-    common.check_shape("k", k, (None,) * 3, "B, K, H")
-    B, K, H = k.shape
-    if H not in HEADS:
-        raise ValueError(f"k has {H} coordinates: must be one of {HEADS}")
-    common.check_dtypes(k=k, q=q, v=v)
-    common.check_shape("q", q, (B, None, H), "B, N, H")
-    common.check_groups(q.shape[1], K)
-    common.check_shape("v", v, (B, K, None), "B, K, Hv")
+    K, H = turning.k.shape[:2]
+    k, Hv = _check_heads(heads, K, H)
+    B, N = k.shape[0], max(0, heads[0].shape[1] - (2 * K if len(heads) == 1 else 0))
     for name in ("cos", "sin"):
         common.check_shape(f"turning.{name}", getattr(turning, name), (B, H // 2), "B, H/2")
     for name in ("q", "k"):
@@ -234,9 +233,9 @@ def check_turn_and_store(
     lead, _, slots = k_stored.planes[0].reach.shape
     if block_table is not None:
         common.check_table(block_table, B, k_stored.planes[0].reach, 1)
-    common.check_sizes(B=B, N=q.shape[1], S=slots)
+    common.check_sizes(B=B, N=N, S=slots)
     tokens = B if block_table is None else lead, K, slots
-    for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, v.shape[2])):
+    for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, Hv)):
         for i, plane in enumerate(stored.planes):
             check_plane(f"{name}.planes[{i}]", plane, tokens)
             check_offsets(f"{name}.planes[{i}]", plane)
@@ -245,6 +244,27 @@ def check_turn_and_store(
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_integers(name, row, (B,), "B")
+
+
+def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
+    """Return an array with keys, and the width of values; raise `ValueError` for wrong heads."""
+    if H not in HEADS:
+        raise ValueError(f"turning.k has {H} coordinates: must be one of {HEADS}")
+    if len(heads) == 1:
+        (x,) = heads
+        common.check_shape("heads[0]", x, (None, None, H), "B, N + 2K, H")
+        common.check_dtypes(**{"heads[0]": x})
+        common.check_groups(max(0, x.shape[1] - 2 * K), K)
+        return x, H
+    if len(heads) != 3:
+        raise ValueError(f"heads has {len(heads)} arrays: must be 1, or 3 of queries, keys and values")
+    q, k, v = heads
+    common.check_shape("heads[0]", q, (None, None, H), "B, N, H")
+    common.check_shape("heads[1]", k, (q.shape[0], K, H), "B, K, H")
+    common.check_shape("heads[2]", v, (q.shape[0], K, None), "B, K, Hv")
+    common.check_dtypes(**{f"heads[{i}]": x for i, x in enumerate(heads)})
+    common.check_groups(q.shape[1], K)
+    return k, v.shape[2]
 
 
 def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:
@@ -287,9 +307,7 @@ def _stored(form: _Form, arrays: Sequence[Array]) -> Stored:
 
 @functools.partial(jax.jit, static_argnames=("forms", "near", "interpret"))
 def _launch(
-    q: Array,
-    k: Array,
-    v: Array,
+    heads: list[Array],
     turning: Turning,
     arrays: tuple[list[Array], list[Array]],
     starts: Array,
@@ -301,27 +319,26 @@ def _launch(
     interpret: bool,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """Launch `turn_and_store` on checked arguments; the first arrays are those of `TurnedQueries`."""
-    B, K, H = k.shape
+    (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
     g = _Geometry(
         B=B,
         S=rows_of(arrays[0][1], block_table)[2],
-        G=q.shape[1] // K,
+        G=heads_of_first // K - (2 if len(heads) == 1 else 0),
         H=H,
         near=near,
         paged=block_table is not None,
-        # XLA merges the three products into one array, copied once at most. Duplicate a single token there:
-        # its vector product would be summed within the concatenation, slowly, one element per thread.
-        together=v.shape[2] == H,
+        together=len(heads) == 1,
         k=forms[0],
         v=forms[1],
     )
-    given = [jnp.concatenate([q, k, v], axis=1)] if g.together else [q, k, v]
+    given = [*heads]
     given += [turning.q, turning.k, turning.cos, turning.sin]
     given += [starts.astype(jnp.int32), ends.astype(jnp.int32)]
     given += [] if block_table is None else [block_table]
     held = [*arrays[0], *arrays[1]]
     arranged = [(B, K, columns_of(g.G), sum(C for C, _ in form)) for form in g.k.read_by(H)]
-    queries = [jax.ShapeDtypeStruct(dims, q.dtype) for dims in (q.shape, *arranged)]
+    shapes = (B, K * g.G, H), *arranged
+    queries = [jax.ShapeDtypeStruct(dims, heads[0].dtype) for dims in shapes]
     found = pl.pallas_call(
         functools.partial(_kernel, g=g),
         out_shape=[*queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)],

@@ -41,15 +41,16 @@ MOST_SCORES = 2**31
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "arranged", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "num_heads", "arranged", "interpret"))
 def score_blocks(
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "B T _ H"],
     mean: Float[Array, "K H"],
     in_block: Float[Array, "64 H"],
     turns: Float[Array, "blocks H"],
     starts: Int[Array, " B"],
     *,
     scale: float,
+    num_heads: int | None = None,
     arranged: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B N blocks T"] | Float[Array, "B K blocks columns"]:
@@ -58,12 +59,13 @@ def score_blocks(
     Factors are complex: real parts of all pairs come first, then imaginary parts. The real part is returned.
 
     Args:
-      q: queries before the rotary embedding, in a float dtype.
+      q: queries before the rotary embedding, [B, T, N, H] in a float dtype.
       mean: mean m of the keys before the rotary embedding, float32.
       in_block: turns from the center of a block to each of its positions, float32.
       turns: factors for distances of 0, 1, … blocks, conjugated, float32. Those of distance 0 are zeros.
       starts: position of the first query of each sequence, int32; others follow.
       scale: factor on the scores.
+      num_heads: number of query heads N, if further heads follow them in `q`.
       arranged: whether to write scores of single queries as gains of the kernel for quantized keys
         (`arrange_gains`).
       interpret: whether to run on any device, slowly.
@@ -76,8 +78,8 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(q, mean, in_block, turns, starts, arranged=arranged)
-    B, T, N, _ = q.shape
+    check_score_blocks(q, mean, in_block, turns, starts, num_heads=num_heads, arranged=arranged)
+    (B, T), N = q.shape[:2], num_heads or q.shape[2]
     K, blocks = mean.shape[0], turns.shape[0]
     shape = (B, K, blocks, columns_of(N // K)) if arranged else (B, N, blocks, T)
     # The first token may be the last of its block.
@@ -85,7 +87,7 @@ def score_blocks(
     precision = lax.Precision.HIGHEST if interpret else EXACT
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, arranged=arranged, each=each, precision=precision),
+        functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each, precision=precision),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(tiles * pl.cdiv(blocks, each), N if T == 1 else K, B),
         compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
@@ -95,13 +97,23 @@ def score_blocks(
 
 
 def check_score_blocks(
-    q: Shaped, mean: Shaped, in_block: Shaped, turns: Shaped, starts: Shaped, *, arranged: bool = False
+    q: Shaped,
+    mean: Shaped,
+    in_block: Shaped,
+    turns: Shaped,
+    starts: Shaped,
+    *,
+    num_heads: int | None = None,
+    arranged: bool = False,
 ) -> None:
     """Check the arguments of `score_blocks`; errors are those it documents."""
     common.check_device()
     check_back_end()
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, T, N, H = q.shape
+    B, T, heads, H = q.shape
+    N = heads if num_heads is None else num_heads
+    if not 0 < N <= heads:
+        raise ValueError(f"num_heads={num_heads}: must be from 1 to {heads}, the heads of q")
     common.check_shape("mean", mean, (None, H), "K, H")
     common.check_groups(N, mean.shape[0])
     common.check_shape("in_block", in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
@@ -118,8 +130,8 @@ def check_score_blocks(
     if arranged and T > 1:
         raise ValueError(f"arranged={arranged} with {T} tokens per sequence: must be False")
     K = mean.shape[0]
-    heads = K * columns_of(N // K) if arranged else N
-    if (count := math.prod((B, T, heads, turns.shape[0]))) > MOST_SCORES:
+    columns = K * columns_of(N // K) if arranged else N
+    if (count := math.prod((B, T, columns, turns.shape[0]))) > MOST_SCORES:
         raise ValueError(f"B·T·N·blocks = {count}: must be at most 2^31, because Triton has 32-bit offsets")
 
 
@@ -131,12 +143,13 @@ def _kernel(
     turns_ref: Any,
     out_ref: Any,
     *,
+    N: int,
     scale: float,
     arranged: bool,
     each: int,
     precision: Any,
 ) -> None:
-    T, N = q_ref.shape[1:3]
+    T = q_ref.shape[1]
     blocks, H = turns_ref.shape
     half, padded = H // 2, max(16, pl.next_power_of_2(H // 2))
     groups, b = N // mean_ref.shape[0], pl.program_id(2)

@@ -273,7 +273,8 @@ def test_the_kernel_scores_blocks_as_xla_does(H, T):
     assert np.ptp(want[seen]) > 10
     if T == 1:
         assert not found[~seen].any()
-        arranged = score_blocks(q, *tables, jnp.int32(starts), scale=0.1, arranged=True, interpret=True)
+        heads, options = jnp.concatenate([q, 9 + q[:, :, :3]], 2), {"num_heads": 4, "arranged": True}
+        arranged = score_blocks(heads, *tables, jnp.int32(starts), scale=0.1, interpret=True, **options)
         np.testing.assert_allclose(arranged, arrange_gains(scores[..., 0], 2), rtol=3e-7)
 
 
@@ -283,6 +284,8 @@ def test_arranged_scores_are_of_single_queries():
     assert score_blocks_refusal(q[:, :1], *tables, row, arranged=True) is None
     reason = score_blocks_refusal(q, *tables, row, arranged=True)
     assert reason == "arranged=True with 2 tokens per sequence: must be False"
+    reason = score_blocks_refusal(q, *tables, row, num_heads=5)
+    assert reason == "num_heads=5: must be from 1 to 4, the heads of q"
 
 
 @pytest.mark.gpu
@@ -306,5 +309,6 @@ def test_the_kernel_scores_blocks_on_the_device(start, T):
     assert np.abs(found[0] - want)[seen].max() < 0.01
     assert np.ptp(want[seen]) > 1 or start < 1000
     if T == 1:
-        arranged = shift.arranged_scores(blocks * BLOCK, 128**-0.5)
+        heads = jnp.concatenate([shift.q, 9 + shift.q], 2)
+        arranged = shift.arranged_scores(heads, slots=blocks * BLOCK, scale=128**-0.5)
         np.testing.assert_array_equal(arranged, arrange_gains(jnp.asarray(found[:, 0]), 2))

@@ -458,9 +458,8 @@ def round_with_kernel(x: Sequence[Float[Array, "B T K _"]], bits: int | None) ->
 
 
 def rotate_and_store(
-    q: Float[Array, "B 1 N H"],
+    heads: Sequence[Float[Array, "B 1 _ _"]],
     k: NewKeys,
-    v: Float[Array, "B 1 K Hv"],
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
     end: Int[Array, " B"],
@@ -471,9 +470,8 @@ def rotate_and_store(
     """Apply rotary embedding and basis to single tokens and quantize them into the cache, with one kernel.
 
     Args:
-      q: queries.
+      heads: heads of queries, keys and values (`join_heads`).
       k: keys that still need a turn.
-      v: values.
       stored: stores of keys and of values, pools if there is a `table`; without planes if the kernels do not
         support a code.
       positions: position of each token.
@@ -492,25 +490,22 @@ def rotate_and_store(
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.
 
-    def prepare(q: Array, keys: Array, v: Array) -> tuple[Array, Array, Array, Turning]:
+    def prepare(heads: Sequence[Array]) -> tuple[list[Array], Turning]:
         cos, sin = turn.angles()
-        turning = Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
-        return q[:, 0], keys[:, 0], v[:, 0], turning
+        return [x[:, 0] for x in heads], Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
 
     def refusal() -> str | None:
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
-        queries, keys, values, turning = jax.eval_shape(prepare, q, k.keys, v)
-        row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-        return device_refusal(q) or turn_and_store_refusal(
-            queries, keys, values, turning, *stored, row, row, **options
+        shapes, turning = jax.eval_shape(prepare, heads)
+        row = jax.ShapeDtypeStruct(heads[0].shape[:1], jnp.int32)
+        return device_refusal(heads[0]) or turn_and_store_refusal(
+            shapes, turning, *stored, row, row, **options
         )
 
     # Otherwise other kernels do the parts of its work, and log it.
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    queries, stored_k, stored_v = turn_and_store(
-        *prepare(q, k.keys, v), *stored, positions[:, 0], end, **options
-    )
+    queries, stored_k, stored_v = turn_and_store(*prepare(heads), *stored, positions[:, 0], end, **options)
     return queries._replace(plain=queries.plain[:, None]), stored_k, stored_v

@@ -10,7 +10,7 @@ their part of the best m is small (`damping`), and the keys keep that part.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,14 +116,18 @@ class ShiftedQueries(NamedTuple):
             return scores.transpose(0, 3, 1, 2)
         return score_products(self.products, tables[2], self.positions, scale=scale)
 
-    def arranged_scores(self, slots: int, scale: float) -> Float[Array, "B K blocks columns"]:
+    def arranged_scores(
+        self, heads: Float[Array, "B 1 _ H"], *, slots: int, scale: float
+    ) -> Float[Array, "B K blocks columns"]:
         """Return `block_scores` of single queries as gains of the kernel for quantized keys.
 
-        One kernel computes them where it can.
+        One kernel computes them where it can. It reads the queries in `heads`, where they come first, so that
+        no other kernel copies them.
         """
         tables = self._tables(slots)
         if self._kernel_refusal(*tables, arranged=True) is None:
-            return score_blocks(self.q, *tables, self.positions[:, 0], scale=scale, arranged=True)
+            options: dict[str, Any] = {"num_heads": self.q.shape[2], "arranged": True}
+            return score_blocks(heads, *tables, self.positions[:, 0], scale=scale, **options)
         return arrange_gains(self.block_scores(slots, scale)[:, 0], len(self.mean))
 
     def _tables(self, slots: int) -> tuple[Array, Array, Array]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels_pallas import CodedPass, Stored, TurnedQueries
+from kernels_pallas import CodedPass, Stored, TurnedQueries, join_heads
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, CodedParts
 from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
@@ -88,9 +88,9 @@ class CodedFar(NearFar):
         k, call = move_shift(k, call, self.capacity(state.far))
         if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
-                (q, q_far, q_near), written = stored
-                of_far = ArrangedQueries(q_far, call.gains)
-                of_near = None if q_near is None else ArrangedQueries(q_near, call.gains)
+                (q, q_far, q_near), gains, written = stored
+                of_far = ArrangedQueries(q_far, gains)
+                of_near = None if q_near is None else ArrangedQueries(q_near, gains)
                 far, aux = self.far_pass(written.far, q[..., : self.R], positions, call, aux, of_far)
                 near = self.near.decode_stored(written.near, q, positions, call, of_near)
                 return Attended(written, *attend_passes(q, far, near, scale=call.scale), aux)
@@ -106,11 +106,12 @@ class CodedFar(NearFar):
         positions: Array,
         end: Array,
         call: Call,
-    ) -> tuple[TurnedQueries, NearFarState] | None:
+    ) -> tuple[TurnedQueries, Array | None, NearFarState] | None:
         """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
 
         Returns:
-          The rotated queries and the cache with the new tokens, or None if no kernel supports the cache.
+          The rotated queries, their arranged block scores, and the cache with the new tokens. None if no
+          kernel supports the cache.
         """
         rings = self.near.kernel_rings(state.near)
         if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
@@ -120,8 +121,9 @@ class CodedFar(NearFar):
         far, table = pools_of(state.far)
         keys, values = self.coded_parts(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
+        heads = join_heads(q, k.keys, v)
         result = rotate_and_store(
-            q, k, v, stored, positions, end, state.near.near, call.implementation, table
+            heads, k, stored, positions, end, state.near.near, call.implementation, table
         )
         if result is None:
             return None
@@ -135,4 +137,5 @@ class CodedFar(NearFar):
             for old, new in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
-        return turned, NearFarState(near, self.from_parts(*coded))
+        gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
+        return turned, gains, NearFarState(near, self.from_parts(*coded))

@@ -7,7 +7,7 @@ layer of a plan to a spec. `tests/cache_contract.py` holds the contract that eve
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
@@ -64,8 +64,8 @@ class Call:
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
-      gains: `block_scores` of single tokens as the kernel of quantized keys reads them
-        (`ShiftedQueries.arranged_scores`), if kernels may be used; else None.
+      arranged_scores: function from the heads of single tokens, queries first, to `block_scores` as the
+        kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
     """
 
     scale: float
@@ -74,7 +74,7 @@ class Call:
     table: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
-    gains: Array | None = None
+    arranged_scores: Callable[[Array], Array] | None = None
 
 
 def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
@@ -85,11 +85,9 @@ def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
     """
     if k.shift is None:
         return k, call
-    on_kernel, gains = call.implementation != "xla", None
-    scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel)
-    if on_kernel and scores.shape[1] == 1:
-        gains = k.shift.arranged_scores(slots, call.scale)
-    return k._replace(shift=None), replace(call, block_scores=scores, gains=gains)
+    scores = k.shift.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
+    arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale)
+    return k._replace(shift=None), replace(call, block_scores=scores, arranged_scores=arranged)
 
 
 class Attended(NamedTuple):
