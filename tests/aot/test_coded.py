@@ -99,8 +99,16 @@ NEAR = 192
 
 
 @pytest.mark.parametrize(("keys", "values", "ctas"), PLANES)
-@pytest.mark.parametrize("page", [0, 256])
-def test_near_and_far_tokens_in_one_launch(keys, values, ctas, page):
+def test_near_and_far_tokens_in_one_launch(keys, values, ctas):
+    assert_fits(keys, values, ctas)
+
+
+def test_near_tokens_and_far_ones_in_pages_in_one_launch():
+    assert_fits(((32, 4), (96, 4)), (128, 4), ctas=4, page=256)
+
+
+def assert_fits(keys, values, ctas, page=0):
+    """Assert that a launch over near and far tokens has as many CTAs as one over far tokens."""
     # The ring has 8 bits; scores of both gain something.
     H = sum(C for C, _ in keys)
     kinds = [((H, 8), (values[0], 8)), (*keys, values)]

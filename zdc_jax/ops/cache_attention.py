@@ -297,11 +297,12 @@ def far_pass(
 
 
 def attend_passes(
-    q: Float[Array, "B T N R"], *passes: CodedPass | Parts, scale: float
-) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    q: Float[Array, "B T N R"], *passes: CodedPass | Parts, scale: float, copies: int = 1
+) -> tuple[Float[Array, "rows T N Z"], Float[Array, "B N T"]]:
     """Compute attention in passes over disjoint keys; return the output and its log-sum-exp.
 
     One launch computes all passes over quantized keys. Other kernels have computed those that are `Parts`.
+    The output of a single sequence in several passes has `copies` equal rows.
     """
     launched = iter(coded_parts([each for each in passes if isinstance(each, CodedPass)], scale=scale))
     parts = [next(launched) if isinstance(each, CodedPass) else each for each in passes]
@@ -309,8 +310,8 @@ def attend_passes(
     if len(parts) == 1:
         o, lse = merged(parts[0], N // K, q.dtype)
     else:
-        o, lse = merged_at_once(parts, N // K, q.dtype)
-    return o.reshape(B, T, N, -1), lse.reshape(B, T, N).swapaxes(1, 2)
+        o, lse = merged_at_once(parts, N // K, q.dtype, copies=copies)
+    return o.reshape(-1, T, N, o.shape[-1]), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
 def ring_pass(

@@ -93,7 +93,8 @@ class CodedFar(NearFar):
                 of_near = None if q_near is None else ArrangedQueries(q_near, gains)
                 far, aux = self.far_pass(written.far, q[..., : self.R], positions, call, aux, of_far)
                 near = self.near.decode_stored(written.near, q, positions, call, of_near)
-                return Attended(written, *attend_passes(q, far, near, scale=call.scale), aux)
+                o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
+                return Attended(written, o, lse, aux)
             q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 

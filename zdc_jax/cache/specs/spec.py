@@ -66,6 +66,8 @@ class Call:
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
       arranged_scores: function from the heads of single tokens, queries first, to `block_scores` as the
         kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
+      copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
+        as many, or one.
     """
 
     scale: float
@@ -75,6 +77,7 @@ class Call:
     end: Array | None = None
     block_scores: Array | None = None
     arranged_scores: Callable[[Array], Array] | None = None
+    copies: int = 1
 
 
 def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
@@ -95,7 +98,7 @@ class Attended(NamedTuple):
 
     Attributes:
       state: cache that includes the new tokens.
-      o: attention output [B, T, N, Z].
+      o: attention output [B, T, N, Z]; `Call.copies` rows are allowed for a single sequence.
       lse: log-sum-exp of the scaled scores, [B, N, T] float32.
       aux: values for the following layers, any tree of arrays, or None.
     """
