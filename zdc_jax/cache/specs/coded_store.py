@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Parts, Plane
+from kernels_pallas import CodedPass, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import kernel_planes
@@ -20,12 +20,13 @@ from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.specs.spec import Attended, Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
+    attend_passes,
     can_dequantize_far,
     can_join,
-    coded_decode,
     coded_decode_refusal,
     dequantize_far,
-    merge_parts,
+    far_pass,
     near_far_attention,
     slots_for,
     takes_kernels,
@@ -122,7 +123,8 @@ class CodedStore(CodedFar):
         stored = kernel_planes(self._pair_codes(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
-            return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
+            read, _ = self.far_pass(far, q, positions, call, None)
+            return attend_passes(q, read, scale=call.scale)
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def attend_jointly(
@@ -159,13 +161,19 @@ class CodedStore(CodedFar):
         )
         return Attended(NearFarState(near, far), o, lse, None)
 
-    def decode_parts(
-        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
-    ) -> tuple[Parts, Any]:
+    def far_pass(
+        self,
+        far: tuple[Coded, Coded],
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
+    ) -> tuple[CodedPass, Any]:
         (pools, table), near = pools_of(far), (self.sinks, self.window)
         stored = kernel_planes(self._pair_codes(pools))
-        options: dict[str, Any] = {"scale": call.scale, "table": table}
-        return coded_decode(q, stored, positions, near, block_scores=call.block_scores, **options), aux
+        options: dict[str, Any] = {"table": table, "arranged": arranged}
+        return far_pass(q, stored, positions, near, block_scores=call.block_scores, **options), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         (pools, table), q = pools_of(state.far), q[..., : self.R]

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
     TAIL_ALIGNMENT,
+    CodedPass,
     Parts,
     Ring,
     Trailing,
@@ -33,6 +34,7 @@ from zdc_jax.ops.attention import (
     choose_implementation,
     self_attention,
 )
+from zdc_jax.ops.cache_attention import ArrangedQueries
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -169,9 +171,18 @@ class PrefixRing(LayerCacheSpec):
         return self._choose_implementation(state, q, v, call) == "pallas"
 
     def decode_stored(
-        self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
-    ) -> Parts:
-        """Compute attention of single tokens that the cache stores already, on kernels."""
+        self,
+        state: PrefixRingState,
+        q: Float[Array, "B 1 N H"],
+        positions: Int[Array, "B 1"],
+        call: Call,
+        arranged: ArrangedQueries | None = None,
+    ) -> Parts | CodedPass:
+        """Compute attention of single tokens that the cache stores already, on kernels.
+
+        A quantized ring returns the pass that computes it. `arranged` are the queries as its kernel reads
+        them, if other kernels wrote them so.
+        """
         sinks, window = state.near
         return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
 
