@@ -1,16 +1,18 @@
 """New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-    grid: (K, ⌈B/16⌉, G + 2), Triton; 4 warps per program
-    part < G:    queries of one head:   RoPE → basis → store, also as attention reads them
-    part = G:    keys of one KV head:   RoPE → basis → quantize → store and ring
-    part = G+1:  values of one KV head: quantize → store and ring
+    grid: (K, ⌈B/16⌉, parts), Triton; 4 warps per program
+    G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
+    planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
+    planes of the store, and ring: values of one KV head: quantize → plane or ring
 
 Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
 integers as in `encode`, and written to their slots of the store and of the ring of near tokens. No other pass
 over the new tokens follows.
 
-The kernel serves one token per sequence, where launches dominate the time. A program keeps its values in
-registers from the product with the basis to the packed levels. It issues all loads before it waits for any.
+The kernel serves one token per sequence, where launches dominate the time. Its longest chain are reductions
+of keys, which cross warps after the product. So each plane and the ring have their own program, and several
+programs compute the same product. A program keeps its values in registers from the product with the basis to
+the packed levels. It issues all loads before it waits for any.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_turn_and_store` raises, and `post_rope` and XLA
 do the work.
@@ -104,6 +106,16 @@ class _Form(NamedTuple):
         """Return coordinates and bits of the planes of the store; then those of a ring of integers."""
         store = [(C, bits) for bits, C in self.planes]
         return [store] if self.ring == 16 else [store, [(width, self.ring)]]
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that write: one for each plane of the store, and one for the ring."""
+        return len(self.planes) + 1
+
+    def destinations(self, width: int) -> list[list[tuple[int, int]]]:
+        """Return the spans of coordinates that each program writes."""
+        spans = self.spans(width)
+        return [*spans[:-1], [span for each in spans for span in each]]
 
     def spans(self, width: int) -> list[list[tuple[int, int]]]:
         """Return begins and widths of parts of each plane's coordinates, and of those without a plane."""
@@ -342,7 +354,7 @@ def _launch(
     found = pl.pallas_call(
         functools.partial(_kernel, g=g),
         out_shape=[*queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)],
-        grid=(K, pl.cdiv(B, ROWS), g.G + 2),
+        grid=(K, pl.cdiv(B, ROWS), g.G + g.k.programs + g.v.programs),
         input_output_aliases={len(given) + i: len(queries) + i for i in range(len(held))},
         compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,
@@ -380,19 +392,22 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
             for form, out in arranged:
                 rows.put_arranged(out, kv, part, begin, x.astype(out.dtype), form)
 
-    @pl.when(part == g.G)
-    def _keys() -> None:
-        places = rows.places(starts, ends, table, k_held[0].shape)
-        spans = [span for each in g.k.spans(g.H) for span in each]
+    def put_keys(index: int) -> None:
+        spans = g.k.destinations(g.H)[index]
         turned = rows.turned(k_ref, first_k + kv, (cos, sin), k_basis, kv, spans)
-        _keep(places, kv, [x.astype(k_ref.dtype) for x in turned], g.k, g.H, k_held)
+        places = rows.places(starts, ends, table, k_held[0].shape)
+        _put(places, kv, [x.astype(k_ref.dtype) for x in turned], spans, g.k, k_held, index)
 
-    @pl.when(part == g.G + 1)
-    def _values() -> None:
-        places, width = rows.places(starts, ends, table, v_held[0].shape), v_ref.shape[2]
-        spans = [span for each in g.v.spans(width) for span in each]
+    def put_values(index: int) -> None:
+        spans = g.v.destinations(v_ref.shape[2])[index]
+        places = rows.places(starts, ends, table, v_held[0].shape)
         x = [rows.get(v_ref, *span, first_v + kv) for span in spans]
-        _keep(places, kv, x, g.v, width, v_held)
+        _put(places, kv, x, spans, g.v, v_held, index)
+
+    for index in range(g.k.programs):
+        pl.when(part == g.G + index)(functools.partial(put_keys, index))
+    for index in range(g.v.programs):
+        pl.when(part == g.G + g.k.programs + index)(functools.partial(put_values, index))
 
 
 class _Places(NamedTuple):
@@ -501,24 +516,30 @@ def _columns(begin: int, width: int) -> Array:
     return begin + lax.broadcasted_iota(jnp.int32, (1, width), 1)
 
 
-def _keep(
-    places: _Places, kv: Array, x: Sequence[Array], form: _Form, width: int, held: Sequence[Any]
+def _put(
+    places: _Places,
+    kv: Array,
+    x: Sequence[Array],
+    spans: Sequence[tuple[int, int]],
+    form: _Form,
+    held: Sequence[Any],
+    index: int,
 ) -> None:
-    """Write keys or values `x`, split by the spans of the form, to the store and the ring."""
-    refs, new, near = iter(held), iter(x), (places.row, kv, places.near_slot)
-    for spans, (bits, C) in zip(form.spans(width), form.planes, strict=False):
-        first, _ = spans[0]
-        given = [(begin - first, next(new)) for begin, _ in spans]
-        _put_coded(given, C, bits, next(refs), next(refs), (places.lead, kv, places.slot), places.kept)
-    begins = [begin for each in form.spans(width) for begin, _ in each]
-    if form.ring < 16:
-        given = list(zip(begins, x, strict=True))
-        _put_coded(given, width, form.ring, next(refs), next(refs), near, places.near)
-        return
-    ring = next(refs)
-    for begin, piece in zip(begins, x, strict=True):
-        mask = jnp.broadcast_to(places.near, piece.shape)
-        plt.store(ring.at[*near, _columns(begin, piece.shape[1])], piece, mask=mask)
+    """Write spans of keys or values to one destination of the form: a plane of the store, or the ring."""
+    near, begins = (places.row, kv, places.near_slot), [begin for begin, _ in spans]
+    pieces = [(begin - begins[0], piece) for begin, piece in zip(begins, x, strict=True)]
+    width = sum(size for _, size in spans)
+    if index < len(form.planes):
+        levels, reach = held[2 * index : 2 * index + 2]
+        at = places.lead, kv, places.slot
+        _put_coded(pieces, width, form.planes[index][0], levels, reach, at, places.kept)
+    elif form.ring < 16:
+        levels, reach = held[-2:]
+        _put_coded(pieces, width, form.ring, levels, reach, near, places.near)
+    else:
+        for begin, piece in pieces:
+            mask = jnp.broadcast_to(places.near, piece.shape)
+            plt.store(held[-1].at[*near, _columns(begin, piece.shape[1])], piece, mask=mask)
 
 
 def _put_coded(
