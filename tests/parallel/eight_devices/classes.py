@@ -11,12 +11,12 @@ from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
 from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 BLOCK, CAPACITY = 8, 96

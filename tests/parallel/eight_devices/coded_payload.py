@@ -10,6 +10,7 @@ from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 from payload_codes import emulated
 
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax import load
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.exchange import gather_heads_and_lse, kv_copies, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import Formats, coded_blocks, halo_blocks
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 B, T, U, H = 2, 24, 4, 16
@@ -213,7 +213,7 @@ def test_formula_is_what_is_compiled(monkeypatch, name):
     dtype, (N, K), near, ranks, batch = TRAFFIC[name]
     default = (3, 11) if dtype == "float32" else (0, 11)
     monkeypatch.setattr(payloads, "NEAR", default)
-    monkeypatch.setattr("zdc_jax.parallel.traffic.NEAR", default)
+    monkeypatch.setattr("benchmarks.mesh.traffic.NEAR", default)
     config = replace(CONFIG, layers=CONFIG.layers[:1], num_heads=N, num_kv_heads=K, dtype=dtype)
     plan = CompressionPlan((ranks,), K, 32, **near)
     params = random_params(config, jax.random.key(0))

@@ -10,10 +10,10 @@ import pytest
 from conftest import LLAMA, TinyModel
 from decoding_steps import decoded
 
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.methods import coded, fp8, int8, kivi, turboquant
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CAPACITY, STEPS = 96, 2

@@ -16,12 +16,12 @@ from benchmarks.mesh.rivals.methods import handed_bytes
 from benchmarks.mesh.rivals.partition import ChunkCost, Partition
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth, measure_partitions
 from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, by_head, chunk_layer
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)

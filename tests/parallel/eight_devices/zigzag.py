@@ -11,11 +11,11 @@ from conftest import LLAMA, OPT, TinyModel
 import zdc_jax.ops.attention as ops
 from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_order, zigzag_positions
 from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
+from benchmarks.mesh.traffic import hlo_bytes
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.layers import prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.plan import CompressionPlan
 
 GQA = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
