@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import TinyModel, calibrated_folder
 
+from benchmarks.studies.fit_predictor import Observations, fit, predict_nats
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.conversion import convert
-from convert.search.fit_predictor import Observations, fit, predict_nats
 from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
