@@ -122,7 +122,7 @@ def _prepare_evaluation(options: Options, converted: Path) -> Evaluation:
 
 
 def main(options: Options) -> None:
-    """Measure one model, and write its rows beside those of other models after each row."""
+    """Measure one model; after each row write those of all models to one file."""
     settings = {name: getattr(options, name) for name in ("tokens", "context", "windows", "seed")}
     device = environment()["device"]
     rows = earlier(options.results / f"{options.name}.json", settings, device)
