@@ -1,4 +1,4 @@
-"""What calibration loses without text of the user's: Python's documentation instead of real text.
+"""Loss by calibration on Python's documentation instead of real text, on one model.
 
     python -m benchmarks.quality.calibration_text --model model.gguf --texts corpus/ --heldout heldout/
 
