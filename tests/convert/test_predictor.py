@@ -78,7 +78,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
     assert found.value_error[0, 0] == pytest.approx(np.sqrt(changes[2] / changes[0]), rel=1e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
     # The reference models keep everything except one layer's far tokens.
     tokens = tiny.tokens(2, 96)
