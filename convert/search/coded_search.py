@@ -190,7 +190,7 @@ class CodedSearch(Search):
         self.books = books
         self.within: list[Trial] = []  # Simulated plans within the limits.
         # Losses of the highest precision in all layers, and of single layers without far tokens.
-        self.base: Float[np.ndarray, 2] = np.zeros(2)
+        self.base = np.zeros(2)
         self.cut_losses: dict[int, float] = {}
 
     @classmethod
