@@ -153,7 +153,6 @@ FAST = (
     "int8 of a rank and window",
     "h2o of a rank",
     "quest of a rank",
-    "coded",
     "coded, near tokens too",
     "kivi of a rank",
     "oscar",

@@ -2,14 +2,11 @@
 
     python tests/check_language.py              # what `make lint` runs
     python tests/check_language.py PATH ...     # list every finding in these files or folders
-    python tests/check_language.py --update     # record lower counts of the folders in COUNTED
 
-The rules are listed in CONTRIBUTING.md. The number of findings in a folder of COUNTED must equal the number
-in `language_counts.json`, which may only fall.
+The rules are listed in CONTRIBUTING.md.
 """
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -19,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COUNTS = Path(__file__).with_name("language_counts.json")
-COUNTED = ("tests",)
-"""Folders whose findings may only become fewer; all other files must have none."""
 MOST_WORDS = 30
 """Longest sentence in docs and docstrings, in words."""
 
@@ -162,33 +156,15 @@ def check_markdown(path: str, text: str) -> Iterator[Finding]:
 
 def main(arguments: list[str]) -> int:
     """Print findings and return the exit status."""
-    paths = [argument.rstrip("/") for argument in arguments if not argument.startswith("--")]
+    paths = [argument.rstrip("/") for argument in arguments]
     files = list_files()
     if paths:
         files = [file for file in files if any(file == path or file.startswith(f"{path}/") for path in paths)]
-        findings = [finding for file in files for finding in check_file(file)]
-        print("\n".join(map(str, findings)))
+    findings = [finding for file in files for finding in check_file(file)]
+    print("".join(f"{finding}\n" for finding in findings), end="")
+    if paths:
         print(f"{len(findings)} findings in {len(files)} files")
-        return bool(findings)
-    folders = tuple(f"{folder}/" for folder in COUNTED)
-    strict = [each for file in files if not file.startswith(folders) for each in check_file(file)]
-    print("".join(f"{finding}\n" for finding in strict), end="")
-    counts = {
-        folder: sum(len(check_file(file)) for file in files if file.startswith(f"{folder}/"))
-        for folder in COUNTED
-    }
-    recorded = json.loads(COUNTS.read_text()) if COUNTS.exists() else counts
-    if "--update" in arguments:
-        lower = {folder: min(count, recorded.get(folder, count)) for folder, count in counts.items()}
-        COUNTS.write_text(json.dumps(lower, indent=2) + "\n")
-        recorded = lower
-    wrong = {folder: count for folder, count in counts.items() if count != recorded[folder]}
-    for folder, count in wrong.items():
-        print(
-            f"{folder}: {count} findings, {recorded[folder]} recorded: list them with "
-            f"`python tests/check_language.py {folder}`; record lower counts with --update"
-        )
-    return bool(strict or wrong)
+    return bool(findings)
 
 
 if __name__ == "__main__":

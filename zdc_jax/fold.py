@@ -21,11 +21,11 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache.codes.gaussian import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
-from zdc_jax.methods import Rotations
 from zdc_jax.ops.rotary import layer_frequencies, rope_frequencies
 from zdc_jax.ops.shift import damping
 from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.planned_layers import Rotations
 
 Placement = Literal["folded", "post_rope", "pairs"]
 """Placement of the basis of q and k."""

@@ -57,6 +57,7 @@ from benchmarks.mesh.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
 from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, chunk_layer
 from benchmarks.mesh.rows import ROWS, TASKS, Row, Task, compare
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes
 from benchmarks.model.models import SHAPES, ShapeName, seconds
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
@@ -65,7 +66,6 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.layers import last_token, prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig, layout
 from zdc_jax.parallel.processes import initialize
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
 

@@ -34,10 +34,10 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.studies.fit_predictor import Observations, fit
 from convert.calibration.calibrate import collect_moments, measured_profile
 from convert.calibration.make_basis import make_basis
 from convert.conversion import convert
-from convert.search.fit_predictor import Observations, fit
 from convert.search.search import Search, SearchOptions
 from convert.search.trials import TrialBook, trial_json
 from zdc_jax.checkpoint import MANIFEST, Checkpoint

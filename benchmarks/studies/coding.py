@@ -33,13 +33,14 @@ from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
-from zdc_jax.methods import Rotations, layer_shape
+from zdc_jax.methods import layer_shape
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.importance import received_attention, token_importance
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.xla import by_query_blocks, query_block
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import Rotations
 
 
 @dataclass(frozen=True)
@@ -411,7 +412,7 @@ def _store(code: Code) -> Callable[..., CodedStore]:
 
 
 def _chosen(
-    config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Rotations | None = None
+    config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: Rotations | None = None
 ) -> CompressionPlan:
     """Return the default choice with a cache of this study."""
     own, four = methods.named("coded").Settings(**CHOICE), FittedIntegers(4)

@@ -7,7 +7,6 @@ TOOLS = (
     "filelock",
     "gguf",
     "matplotlib",
-    "optax",
     "rich",
     "scipy",
     "threadpoolctl",

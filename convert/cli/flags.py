@@ -39,8 +39,8 @@ from zdc_jax.files import load_json
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import stored_basis
-from zdc_jax.methods import MethodSettings
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import MethodSettings
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import choose_plan
 from zdc_jax.planning.profile import stored_profile

@@ -4,11 +4,12 @@
 (`convert.search.simulation`), so that a new plan needs no compilation. The search has these stages:
 
 1. Uniform. The same precision (ranks and bits) in all layers, so that an early end leaves a plan.
-2. Measure layers, each alone, on little text: at one precision of keys, at one of values, and without far
-   tokens. The loss is the KL divergence, which is never negative and has little noise, and that of tasks.
-   Losses at the other precisions follow from the error of scores.
+2. Measure layers, each alone, on little text: at one precision of keys, and at one of values. The loss is the
+   KL divergence, which is never negative and has little noise, and that of tasks. Losses at the other
+   precisions follow from the error of scores.
 3. Knapsack. Plans of least predicted loss for each size (`convert.search.knapsack`), of few kinds of layers.
-4. Refine. Single steps from the best plan. Layers drop their far tokens only then, and the window is halved.
+4. Refine. Single steps from the best plan. Only then is each layer measured without far tokens, layers drop
+   them, and the window is halved.
 5. Verify. The best plan is measured with arrays of its size. If it is not within the limits, the search goes
    on from stage 3 with tighter ones.
 6. Read less, with the objective `read`. All layers read only chosen far tokens, as few as the limits allow.
@@ -188,9 +189,9 @@ class CodedSearch(Search):
         super().__init__(books.simulated, options, watch, began)
         self.books = books
         self.within: list[Trial] = []  # Simulated plans within the limits.
-        self.cut_losses: dict[
-            int, float
-        ] = {}  # Loss of a layer without far tokens, as a share of the limits.
+        # Losses of the highest precision in all layers, and of single layers without far tokens.
+        self.base = np.zeros(2)
+        self.cut_losses: dict[int, float] = {}
 
     @classmethod
     def check(cls, options: SearchOptions) -> None:
@@ -260,7 +261,7 @@ class CodedSearch(Search):
         self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
         if self.best is not None:
             self._refine(self.costs)
-            self._cut_layers()
+            self._cut_layers(window)
             self._halve_window()
 
     def _verify(self, simulated: Trial, limit: float) -> bool:
@@ -305,30 +306,34 @@ class CodedSearch(Search):
         return np.array([trial.kl / np.log1p(self.options.max_degradation), tasks])
 
     def _measure_layer_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
-        """Measure each layer alone on little text, and predict its losses at all precisions.
-
-        The losses without far tokens are kept in `cut_losses`, and do not count here.
-        """
+        """Measure each layer alone on little text, and predict its losses at all precisions."""
         keys, values = self._list_levels()
         L = self.config.num_layers
-        highest = [build_layer(keys[-1], values[-1])] * L
-        base = self._measure_few(self._make_plan(highest, window))
-
-        def measure(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
-            plan = self._make_plan([*highest[:layer], ranks, *highest[layer + 1 :]], window)
-            return self._measure_few(plan) - base
-
+        self.base = self._measure_few(self._make_plan(self._list_highest(), window))
         key = find_keys(keys, *MEASURED_KEYS, self.config.head_dim)
         value = Precision(self.config.head_dim, MEASURED_VALUES)
         qk, v = np.zeros((L, len(keys), 2)), np.zeros((L, len(values), 2))
-        for layer in (layer for layer, spec in enumerate(self.config.layers) if spec.window is None):
-            lost_keys = measure(layer, build_layer(key, values[-1]))
-            lost_values = measure(layer, build_layer(keys[-1], value))
+        for layer in self._list_far_layers():
+            lost_keys = self._measure_alone(layer, build_layer(key, values[-1]), window)
+            lost_values = self._measure_alone(layer, build_layer(keys[-1], value), window)
             qk[layer] = np.outer(key_shares(self.book.basis, layer, keys, key), lost_keys)
             v[layer] = np.outer(key_shares(self.book.basis, layer, values, value), lost_values)
-            self.cut_losses[layer] = float(measure(layer, LayerRanks(0, 0)).max())
         nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], np.zeros(L)) for i in (0, 1))
-        return base, nats._replace(cut=np.full(L, np.inf)), tasks
+        return self.base, nats._replace(cut=np.full(L, np.inf)), tasks
+
+    def _list_highest(self) -> list[LayerRanks]:
+        keys, values = self._list_levels()
+        return [build_layer(keys[-1], values[-1])] * self.config.num_layers
+
+    def _list_far_layers(self) -> list[int]:
+        """Return the layers that store far tokens: those without a sliding window."""
+        return [layer for layer, spec in enumerate(self.config.layers) if spec.window is None]
+
+    def _measure_alone(self, layer: int, ranks: LayerRanks, window: int) -> Float[np.ndarray, "2"]:
+        """Return what a layer with these ranks loses, if all others have the highest precision."""
+        highest = self._list_highest()
+        plan = self._make_plan([*highest[:layer], ranks, *highest[layer + 1 :]], window)
+        return self._measure_few(plan) - self.base
 
     def _measure_few(self, plan: CompressionPlan) -> Float[np.ndarray, "2"]:
         """Return the losses of a plan on little text.
@@ -350,8 +355,14 @@ class CodedSearch(Search):
             if _count_far(step) == _count_far(plan) and len(_list_kinds(step)) <= MOST_KINDS
         ]
 
-    def _cut_layers(self) -> None:
-        """Drop the far tokens of single layers, least loss first, until several fail."""
+    def _cut_layers(self, window: int) -> None:
+        """Drop the far tokens of single layers, least loss first, until several fail.
+
+        `window` is that of the other measurements of single layers.
+        """
+        for layer in self._list_far_layers():
+            if layer not in self.cut_losses:
+                self.cut_losses[layer] = float(self._measure_alone(layer, LayerRanks(0, 0), window).max())
         failures = 0
         for layer in sorted(self.cut_losses, key=self.cut_losses.__getitem__):
             assert self.best is not None

@@ -30,9 +30,9 @@ from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_cou
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import choose_dtype, load, stored_basis
-from zdc_jax.methods import Rotations
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import Rotations
 from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")

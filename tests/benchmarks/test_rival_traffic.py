@@ -6,8 +6,8 @@
 import pytest
 
 from benchmarks.mesh.rivals.methods import method_bytes
+from benchmarks.mesh.traffic import prefill_bytes
 from benchmarks.model.models import LLAMA_2_7B
-from zdc_jax.parallel.traffic import prefill_bytes
 from zdc_jax.plan import CompressionPlan
 
 PLAN = CompressionPlan.uniform(LLAMA_2_7B, qk=32, v=64, window=512, sinks=4)

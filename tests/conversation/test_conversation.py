@@ -167,8 +167,8 @@ def ending(model: LanguageModel, prompt: list[int], place: int) -> int:
     return next(token for i, token in enumerate(free) if i >= place and token not in free[:i])
 
 
-@pytest.mark.parametrize("behind", ["", " ", "\n"])
-def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, behind):
+@pytest.mark.parametrize("tail", ["", " ", "\n"])
+def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, tail):
     # Some templates, such as Llama 2's, put text between the reply and its end.
     hello = "<{{ messages[0].content }}>"
     prompt = chat_prompt(
@@ -176,13 +176,13 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     )
     stop = ending(plain, prompt, 3)
     source = (
-        "{% for m in messages %}{{ '<' + m.content + '>' if m.role == 'user' else m.content + behind + "
+        "{% for m in messages %}{{ '<' + m.content + '>' if m.role == 'user' else m.content + tail + "
         "eos_token }}{% endfor %}"
     )
     name = plain.tokenizer.decode([stop])
     template = ChatTemplate(source, {"eos_token": name})
     model = replace(plain, chat_template=template)
-    conversation = chat(model, max_new_tokens=12, template_options={"behind": behind})
+    conversation = chat(model, max_new_tokens=12, template_options={"tail": tail})
     assert stop in chat_stop_tokens(model)
     first = conversation.say("a")
     assert name not in first
@@ -190,7 +190,7 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     count = len(conversation.turn.generation.completions[0].tokens)
     conversation.say("b")
     assert read.held[1:] == [0, len(prompt) + count - 1]
-    assert plain.tokenizer.decode(read.prompts[2]) == f"<a>{first}{behind}{name}<b>"
+    assert plain.tokenizer.decode(read.prompts[2]) == f"<a>{first}{tail}{name}<b>"
     reply = conversation.turn.generation.completions[0].tokens
     assert reply == anew(plain, read.prompts[2], 12, stop_tokens=chat_stop_tokens(model))
 

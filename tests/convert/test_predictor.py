@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import TinyModel, calibrated_folder
 
+from benchmarks.studies.fit_predictor import Observations, fit, predict_nats
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.conversion import convert
-from convert.search.fit_predictor import Observations, fit, predict_nats
 from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
@@ -78,7 +78,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
     assert found.value_error[0, 0] == pytest.approx(np.sqrt(changes[2] / changes[0]), rel=1e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
     # The reference models keep everything except one layer's far tokens.
     tokens = tiny.tokens(2, 96)

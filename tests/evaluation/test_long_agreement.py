@@ -23,6 +23,7 @@ def tiny() -> TinyModel:
     return TinyModel(CONFIG)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
 def test_a_plan_in_16_bits_writes_the_same_texts(tiny: TinyModel, protocol, monkeypatch):
     monkeypatch.setattr(module, "LONG_TOKENS", TOKENS)

@@ -9,7 +9,6 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from convert.calibration.calibrate import collect_moments
-from convert.calibration.groups import layer_importance
 from zdc_jax.basis import Basis
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.errors import CalibrationError, PlanError
@@ -134,21 +133,18 @@ def test_a_sliding_layer_caches_its_window_alone():
 
 
 def test_calibration_sees_each_layer_under_its_own_mask():
-    # Importance and moments of o are those of the window, not of all keys.
+    # Attention and moments of o are those of the window, not of all keys.
     model = TinyModel(config_of("window"))
     tokens = model.tokens(2, 32)
-    taken = observe(model.dense, jnp.asarray(tokens), lambda seen: (seen.x, seen.lse, seen.o))
+    taken = observe(model.dense, jnp.asarray(tokens), lambda seen: (seen.x, seen.o))
     truth, spec = Truth(model), model.config.layers[1]
     x = np.asarray(taken[1][0], np.float64)
     inside = truth.norm(x, truth.layers[1]["attention_norm"]["scale"])
     attended = truth.attention(inside, truth.layers[1]["attention"], spec)
-    o = np.einsum("btnh,nhd->btd", np.asarray(taken[1][2], np.float64), truth.layers[1]["attention"]["o"])
+    o = np.einsum("btnh,nhd->btd", np.asarray(taken[1][1], np.float64), truth.layers[1]["attention"]["o"])
     close(o, attended)
-    detrended, plain = (layer_importance(model.dense, tokens, how) for how in ("detrended", "denominator"))
-    visible = np.minimum(np.arange(1, 33), 9)
-    np.testing.assert_allclose(plain[1] - detrended[1], np.log(visible)[None].repeat(2, 0), atol=1e-5)
     moments = collect_moments(model.dense, tokens, fingerprint="")
-    by_head = np.asarray(taken[1][2], np.float64).reshape(64, 2, 2, 32)
+    by_head = np.asarray(taken[1][1], np.float64).reshape(64, 2, 2, 32)
     close(moments.o[1], np.einsum("tkgh,tkgi->khi", by_head, by_head))
 
 

@@ -15,8 +15,8 @@ from zdc_jax.model.mixed_batch import Place, extend_together
 PAGE, NOWHERE = 16, ROWS
 """Tokens of a page; the row of an empty chunk."""
 STEPS = {
-    "one piece": [[(1, 0, PIECE)], [(1, PIECE, PIECE - 5)]],
-    "two pieces and none": [
+    "one chunk": [[(1, 0, PIECE)], [(1, PIECE, PIECE - 5)]],
+    "two chunks and none": [
         [(1, 0, PIECE // 2), (0, 0, 7), (NOWHERE, 0, 0)],
         [(0, 7, 5), (1, PIECE // 2, PIECE // 2 + 3), (NOWHERE, 0, 0)],
     ],
@@ -45,7 +45,7 @@ def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
     return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.lengths_after(end))
 
 
-@pytest.mark.matrix("fp8-two pieces and none")
+@pytest.mark.matrix("fp8-two chunks and none")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", PAGED)
 @pytest.mark.full

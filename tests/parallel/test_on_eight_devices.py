@@ -9,7 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).parent / "eight_devices"
 GROUPS = [
-    "equality exchange loading decoding",
+    "equality exchange",
+    pytest.param("loading decoding", marks=pytest.mark.full),
     pytest.param("payload coded_payload", marks=pytest.mark.full),
     pytest.param("serving", marks=pytest.mark.full),
     pytest.param("codes classes", marks=pytest.mark.full),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from payload_codes import emulated
 
+from benchmarks.mesh.traffic import row_bytes
 from zdc_jax.errors import CalibrationError
 from zdc_jax.parallel.payload import (
     BITS,
@@ -17,7 +18,6 @@ from zdc_jax.parallel.payload import (
     ScaledFloat8,
     check_basis,
     coded_blocks,
-    row_bytes,
     scale_for,
 )
 

@@ -32,10 +32,6 @@ class TokenBytes:
         self._read = self._choose_reader()
         self._known: dict[int, tuple[bytes, bytes]] = {}
 
-    def is_special(self, token: int) -> bool:
-        """Return whether a token is special, so that text leaves it out."""
-        return token in self._special
-
     def has_text(self, token: int) -> bool:
         """Return whether a token is part of a text: neither special nor outside the vocabulary."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None

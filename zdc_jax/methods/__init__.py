@@ -11,59 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any
 
 from zdc_jax.cache.specs.evicting import Evicting, Scoring
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.fields import check_fields, check_names
-
-if TYPE_CHECKING:
-    from zdc_jax.plan import CompressionPlan
-
-
-Rotations = tuple[tuple[int, ...], tuple[int, ...]]
-"""Block sizes of rotated coordinates: those of keys, and those of values."""
-
-
-SearchKind = Literal["ranks", "bits"]
-"""Quantity that a search of plans chooses in each layer."""
-
-
-@dataclass(frozen=True)
-class MethodSettings:
-    """Options of a method besides ranks, sinks and window. Hashable, and with fields that JSON can represent.
-
-    `PlanError` is raised here for values that are never valid, and in `layer_caches` for values that do not
-    fit the rest of a plan.
-
-    Attributes:
-      latent_keys: whether far keys are stored in coordinates of keys before the rotary embedding
-        (`Basis.k_latent`).
-      token_classes: whether plans may have token classes (`zdc_jax.plan.TokenClasses`).
-      prefers_basis: whether a calibrated basis makes the method more accurate even if it keeps all
-        coordinates.
-      search: what a search of plans chooses in each layer; None if there is no search for the method.
-    """
-
-    latent_keys: ClassVar[bool] = False
-    token_classes: ClassVar[bool] = False
-    prefers_basis: ClassVar[bool] = False
-    search: ClassVar[SearchKind | None] = None
-
-    def rotations(self, R: int, Z: int) -> Rotations:
-        """Return the block sizes into which the rotation `cache.codes.gaussian.turn` is folded.
-
-        The blocks divide the R leading coordinates of keys and the Z leading coordinates of values.
-        """
-        return (), ()
-
-    def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+from zdc_jax.fields import check_names
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers, SearchKind
 
 
 @dataclass(frozen=True)
@@ -117,7 +72,7 @@ def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
 
 
 def evicting_layers(
-    plan: "CompressionPlan", dtype: str, scoring: Callable[[Any], Scoring]
+    plan: PlannedLayers, dtype: str, scoring: Callable[[Any], Scoring]
 ) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers for an eviction method with the scores `scoring(settings)`."""
 
@@ -145,7 +100,7 @@ def check_range(name: str, value: Any, least: int, most: int) -> None:
 
 
 def far_layers(
-    plan: "CompressionPlan", dtype: str, far: Callable[[Any], Callable[..., LayerCacheSpec]]
+    plan: PlannedLayers, dtype: str, far: Callable[[Any], Callable[..., LayerCacheSpec]]
 ) -> tuple[LayerCacheSpec, ...]:
     """Return `far(settings)(**layer_shape)` for each layer that stores far tokens, with the layer's settings.
 
@@ -159,7 +114,7 @@ def far_layers(
     return tuple(map(create_spec, range(len(plan.layers))))
 
 
-def layer_shape(plan: "CompressionPlan", dtype: str, index: int) -> dict[str, Any]:
+def layer_shape(plan: PlannedLayers, dtype: str, index: int) -> dict[str, Any]:
     """Return the arguments that all specs share: num_kv_heads, head_dim, dtype, R, Z, sinks and window."""
     ranks, (sinks, window) = plan.layers[index], plan.near(index)
     return {

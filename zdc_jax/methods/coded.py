@@ -23,8 +23,8 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import MOST
-from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
 
 BITS = (2, 3, 4, 5, 6, 8)
 """Allowed bits per coordinate."""
@@ -95,7 +95,7 @@ class Settings(MethodSettings):
         return tuple(size for size in (self.index, R - self.index) if size), (Z,)
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:
@@ -108,7 +108,7 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     return tuple(_quantize_near(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
 
 
-def _check_uncalibrated(plan: CompressionPlan) -> None:
+def _check_uncalibrated(plan: PlannedLayers) -> None:
     """Raise `PlanError` if a layer has an index, whose coordinates only calibration can order."""
     for layer in range(len(plan.layers)):
         settings = plan.settings_of(layer)

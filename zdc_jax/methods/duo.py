@@ -10,8 +10,8 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.retrieving_heads import RetrievingHeads
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import MethodSettings, layer_shape
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import layer_shape
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Settings(MethodSettings):
     heads: tuple[tuple[int, ...], ...] = ()
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     assert isinstance(plan.settings, Settings)
     heads, count = plan.settings.heads, len(plan.layers)
@@ -35,7 +35,7 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     return tuple(_create_spec(plan, index, dtype, heads[index]) for index in range(count))
 
 
-def _create_spec(plan: CompressionPlan, index: int, dtype: str, heads: tuple[int, ...]) -> LayerCacheSpec:
+def _create_spec(plan: PlannedLayers, index: int, dtype: str, heads: tuple[int, ...]) -> LayerCacheSpec:
     shape = layer_shape(plan, dtype, index)
     if heads:
         if not shape["R"]:

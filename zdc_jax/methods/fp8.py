@@ -6,8 +6,8 @@ from functools import partial
 from zdc_jax.cache.codes.code import Float8
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import MethodSettings, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,6 @@ class Settings(MethodSettings):
     """Settings of the method, which has none."""
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, lambda _: partial(CodedStore, key_code=Float8(), value_code=Float8()))

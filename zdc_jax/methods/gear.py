@@ -15,8 +15,8 @@ from zdc_jax.cache.codes.residual import MAX_VECTOR_LENGTH, Gear
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import MethodSettings, check_one_of, check_range, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Settings(MethodSettings):
             raise PlanError(f"outliers={self.outliers!r:.80} must be a share from 0 to 0.5")
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, _create_far_spec)
 

@@ -14,7 +14,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.specs.evicting import Scoring
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import EvictingSettings, evicting_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ class MeanScoring(Scoring):
         return scores / (length[:, None, None] - positions)
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return evicting_layers(plan, dtype, lambda settings: MeanScoring() if settings.mean else Scoring())

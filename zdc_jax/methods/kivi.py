@@ -11,8 +11,8 @@ from functools import partial
 from zdc_jax.cache.codes.integers import ChannelIntegers, TokenIntegers
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import MethodSettings, check_one_of, check_range, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Settings(MethodSettings):
         check_range("group", self.group, 2, 1024)
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, _create_far_spec)
 

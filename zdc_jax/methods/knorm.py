@@ -14,7 +14,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.specs.evicting import Scoring
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.methods import EvictingSettings, evicting_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,6 @@ class NormScoring(Scoring):
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return evicting_layers(plan, dtype, lambda _: NormScoring())

@@ -18,8 +18,8 @@ from zdc_jax.cache.codes.integers import ClippedIntegers
 from zdc_jax.cache.specs.late_store import LateStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Settings(MethodSettings):
         return (R,), (Z,)
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:

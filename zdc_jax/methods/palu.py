@@ -11,8 +11,8 @@ from typing import ClassVar
 from zdc_jax.cache.specs.latents import Latents
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import MethodSettings, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Settings(MethodSettings):
     latent_keys: ClassVar[bool] = True
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     if not plan.rotated:
         raise PlanError(

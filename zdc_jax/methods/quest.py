@@ -10,8 +10,8 @@ from functools import partial
 
 from zdc_jax.cache.specs.choosing import PageBounds
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import MethodSettings, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Settings(MethodSettings):
     page: int = 16
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, _create_far_spec)
 

@@ -22,7 +22,7 @@ from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.ops.slots import EMPTY
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import PlannedLayers
 
 POOLINGS = "max", "average"
 """Allowed poolings."""
@@ -67,7 +67,7 @@ class PooledScoring(Scoring):
         return jax.lax.reduce_window(scores, initial, combine, (1, 1, self.pool), (1, 1, 1), "SAME")
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
 
     def scoring(settings: Settings) -> Scoring:

@@ -10,8 +10,8 @@ from typing import Any
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import MethodSettings, far_layers
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.methods import far_layers
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Settings(MethodSettings):
     """Settings of the method: only the plan's sinks and window matter, not its ranks."""
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:

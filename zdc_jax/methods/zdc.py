@@ -6,8 +6,7 @@ from functools import lru_cache
 from zdc_jax.cache.specs.classes import ClassLeader, ClassMember
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import MethodSettings
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,12 @@ class Settings(MethodSettings):
     search = "ranks"
 
 
-def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     return tuple(_create_spec(plan, index, dtype) for index in range(len(plan.layers)))
 
 
-def _create_spec(plan: CompressionPlan, index: int, dtype: str) -> LayerCacheSpec:
+def _create_spec(plan: PlannedLayers, index: int, dtype: str) -> LayerCacheSpec:
     K, H = plan.num_kv_heads, plan.head_dim
     ranks, (sinks, window) = plan.layers[index], plan.near(index)
     if plan.classes is not None and plan.has_classes(index):

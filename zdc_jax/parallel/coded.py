@@ -20,7 +20,7 @@ from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Call, State
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.shift import ShiftedQueries
@@ -214,12 +214,3 @@ def _create_ring(
     both = scatter_ring(jnp.concatenate([k, v], -1), near, positions, end, capacity)
     empty = jnp.zeros((both.shape[0], both.shape[1], 1, 0), k.dtype)
     return ring.encode_state(PrefixRingState(empty, empty, both[..., :H], both[..., H:], near))
-
-
-def stored_bytes(spec: LayerCacheSpec) -> int:
-    """Return the bytes sent for the quantized key and value of one token and head; 0 without far tokens."""
-    if not isinstance(spec, CodedFar):
-        return 0
-    own, tokens = spec.on_heads(1), 1024
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: own.create_far(1, tokens)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // leaves[0].shape[2]

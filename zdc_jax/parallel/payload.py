@@ -11,7 +11,6 @@ neighbours, which therefore stay on the device: a plan without a near set gets o
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -188,19 +187,9 @@ def coded_blocks(kind: Kind, width: int) -> tuple[tuple[int, int], ...]:
     return (first, BITS.first), (padded - first, bits)
 
 
-def lse_bytes(payload: Payload) -> int:
-    """Return the bytes of the log-sum-exp of one token and head."""
-    return 2 if payload == "coded" else 4
-
-
 def halo_blocks(width: int) -> tuple[tuple[int, int], ...]:
     """Return the block of `width` coordinates of a halo in `coded`."""
     return ((-(-width // 8) * 8, HALO_BITS),)
-
-
-def block_bytes(blocks: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes of one token and head in `RotatedIntegers`: levels and scales."""
-    return sum(size * bits // 8 + 1 for size, bits in blocks)
 
 
 @dataclass(frozen=True)
@@ -305,16 +294,3 @@ def scale_for(rms: np.ndarray) -> np.ndarray:
     """Return the smallest power of two with which e4m3 covers `HEADROOM` root mean squares; 1 for zeros."""
     exponent = np.ceil(np.log2(np.where(rms > 0, rms, 1) * HEADROOM / _LARGEST))
     return np.where(rms > 0, 2.0**exponent, 1.0)
-
-
-def row_bytes(kind: Kind, width: int, payload: Payload, itemsize: int) -> int:
-    """Return the bytes of the first `width` coordinates of one token and head.
-
-    `itemsize` is the size of a native element.
-    """
-    if payload == "native" or width == 0:
-        return width * itemsize
-    if payload == "coded":
-        return block_bytes(coded_blocks(kind, width))
-    exact = min(width, EXACT)
-    return exact * itemsize + width - exact

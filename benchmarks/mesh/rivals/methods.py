@@ -1,6 +1,6 @@
 """Methods of sequence parallelism by name, and the bytes that leave a device with each.
 
-`zdc_jax.parallel.traffic` has the bytes of our own method.
+`benchmarks.mesh.traffic` has the bytes of our own method.
 """
 
 from typing import Literal
@@ -14,11 +14,11 @@ from benchmarks.mesh.rivals.exchanges import (
 )
 from benchmarks.mesh.rivals.partition import Partition, cache_slots
 from benchmarks.mesh.rivals.runahead_mesh import runahead_attention
+from benchmarks.mesh.traffic import near_bytes, prefill_bytes
 from zdc_jax.cache.specs.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.payload import Payload
-from zdc_jax.parallel.traffic import near_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan
 
 InOrder = Literal["ulysses", "late_ulysses", "all_gather", "ring"]

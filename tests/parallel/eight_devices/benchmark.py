@@ -51,7 +51,7 @@ def test_tasks(tmp_path):
 
 
 def test_zigzag_shards_and_dense_plans_in_fewer_bits(tmp_path):
-    """Of 61 tokens zigzag shards hold 64: the check is of 40, which eight chunks divide."""
+    """Check 40 tokens, which eight chunks divide; zigzag shards pad 61 tokens to 64."""
     arguments = [*OPTIONS.split(), "--results", str(tmp_path), "--tasks"]
     tasks = ("ring_zigzag", "ring_zigzag:check", "ring_zigzag:numerics", "dense_float8")
     assert main([*arguments, *tasks, "dense_coded:parts", "all_gather_zigzag:parts"]) == 0
@@ -70,7 +70,7 @@ def test_zigzag_shards_and_dense_plans_in_fewer_bits(tmp_path):
 
 
 def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
-    """One layer that compiles, then one run of both layers, for 64 tokens: 61 in whole eighths."""
+    """Compile one layer, then run both layers once, for 61 tokens padded to 64."""
     calls = []
     for name in ("prefill", "hidden"):
         whole = getattr(Transformer, name)
@@ -85,7 +85,7 @@ def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
 
 
 def test_a_model_on_a_mesh_reads_and_decodes_as_on_one_device():
-    """With a cache in codes: the tokens that it chooses."""
+    """Compare the chosen tokens under a plan with quantized values."""
     config, mesh = SHAPES["tiny"], MeshConfig(sequence=4).create()
     near = CompressionPlan.uniform(config, qk=32, v=32, window=9, sinks=3)
     plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, index=8, read=0))
@@ -104,14 +104,14 @@ def test_a_model_on_a_mesh_reads_and_decodes_as_on_one_device():
 
 @pytest.fixture
 def compilations_logged():
-    """Those of other threads, too, unlike `jax.log_compiles`."""
+    """Log compilations of all threads; `jax.log_compiles` logs those of one."""
     jax.config.update("jax_log_compiles", True)
     yield
     jax.config.update("jax_log_compiles", False)
 
 
 def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, caplog):
-    """Nor a second step, after one that could have left the cache divided otherwise."""
+    """Run two steps, since the first could change how the cache is divided."""
     config, mesh = SHAPES["tiny"], MeshConfig(sequence=2).create()
     near = CompressionPlan.uniform(config, qk=32, v=32, window=9, sinks=3)
     plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, bits_near=8, index=0, read=0))
@@ -159,7 +159,7 @@ def test_weights_are_on_each_device_once():
 
 
 def test_search_finds_what_times_were_made_of(monkeypatch):
-    """Two of 32 layers are measured; the partition is that of all of them."""
+    """Measure two of 32 layers; the partition is that of all of them."""
     mesh = MeshConfig(sequence=4).create()
     model, cost = Model(SHAPES["tiny"], mesh), ChunkCost(call=0.0, token=3e-5, past=4e-9, own=2e-9)
 

@@ -11,12 +11,12 @@ from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
 from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 BLOCK, CAPACITY = 8, 96
@@ -41,7 +41,7 @@ def tiny(heads: str) -> tuple[TinyModel, Basis]:
 
 
 def class_plan(model: TinyModel, near, leaders=(0,)) -> CompressionPlan:
-    """Important tokens keep 32 of 32 coordinates of q and k; others, and leaders, 16."""
+    """Return a plan with 32 coordinates of q and k in important tokens, and 16 in others and in leaders."""
     important = (LayerRanks(32, 32 if near else 16),) * model.config.num_layers
     classes = TokenClasses(leaders, (0.4, 0.7)[: len(leaders)], important, BLOCK)
     return replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
@@ -69,7 +69,7 @@ def test_whole_prompts(name):
 
 @pytest.mark.full
 def test_decoding():
-    """Ragged prompts, then tokens over the end of a block, which are classified where they come; K < U."""
+    """Decode past the end of a block after ragged prompts; new tokens are classified on arrival; K < U."""
     model = TinyModel(config := replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8))
     network = model.model(plan := class_plan(model, FAR)).network
     sharded = network.on_mesh(MeshConfig(sequence=4).create())
@@ -101,7 +101,7 @@ def test_decoding():
 
 @pytest.mark.full
 def test_generate():
-    """Heads, and with them the importance of a token, are divided over `model` too; weights are gathered."""
+    """Divide heads, and with them the importance of a token, over `model` too; gather weights."""
     model = TinyModel(replace(OPT, num_heads=8, num_kv_heads=8))
     on_one = model.model(class_plan(model, {}, leaders=(0, 2)))
     prompts = [[5, 6, 7] * 15, [3, 9]]

@@ -10,6 +10,7 @@ from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 from payload_codes import emulated
 
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax import load
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.exchange import gather_heads_and_lse, kv_copies, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import Formats, coded_blocks, halo_blocks
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 B, T, U, H = 2, 24, 4, 16
@@ -43,7 +43,7 @@ def as_sent(kind, x):
 
 
 def assert_mostly_close(got, expected, atol=1e-5):
-    """A number at the middle of two levels may go either way, which changes its whole vector."""
+    """Assert that under 1 % of vectors differ: a value between two levels may be rounded either way."""
     differs = np.abs(np.asarray(got) - expected).max(-1) > atol
     assert differs.mean() < 0.01
 
@@ -74,7 +74,7 @@ def test_what_arrives_is_what_the_codes_say(N, K):
 
 
 def by_definition(qkv, ranks, near, *, of_plan):
-    """Attention in float64: far q, k, v and o rounded, and the halo where the window is not the plan's."""
+    """Compute attention in float64 with far q, k, v, o rounded, and the halo of a window not the plan's."""
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
     R, Z, (sinks, window) = ranks.qk, ranks.v, near
 
@@ -145,7 +145,7 @@ CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model, its folder without calibration, its basis."""
+    """Return a model, its folder without calibration, and its basis."""
     model, folder = TinyModel(CONFIG), tmp_path_factory.mktemp("coded") / "model"
     model.write(folder)
     return model, folder, replace(model.basis(), fingerprint=Checkpoint.open(folder).fingerprint)
@@ -161,7 +161,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.matrix
 def test_the_cache_holds_what_arrived_and_near_tokens_whole(tiny, monkeypatch, name):
-    """Of the first layer, whose keys and values are the same before they are sent; rows of two lengths."""
+    """Compare the first layer, whose keys and values are the same before they are sent, for two lengths."""
     near, ranks, (sinks, window) = PLANS[name]
     monkeypatch.setattr(payloads, "NEAR", (3, 6))
     model, folder, basis = tiny
@@ -206,14 +206,14 @@ TRAFFIC = {
 @pytest.mark.matrix
 @pytest.mark.full
 def test_formula_is_what_is_compiled(monkeypatch, name):
-    """Of hidden states alone, and in float32 with the cache that is left and the last hidden states.
+    """Count bytes of hidden states alone; in float32, also those of the cache and the last hidden states.
 
     In 16 bits without sinks: for CPUs XLA makes a sum over devices one of float32.
     """
     dtype, (N, K), near, ranks, batch = TRAFFIC[name]
     default = (3, 11) if dtype == "float32" else (0, 11)
     monkeypatch.setattr(payloads, "NEAR", default)
-    monkeypatch.setattr("zdc_jax.parallel.traffic.NEAR", default)
+    monkeypatch.setattr("benchmarks.mesh.traffic.NEAR", default)
     config = replace(CONFIG, layers=CONFIG.layers[:1], num_heads=N, num_kv_heads=K, dtype=dtype)
     plan = CompressionPlan((ranks,), K, 32, **near)
     params = random_params(config, jax.random.key(0))

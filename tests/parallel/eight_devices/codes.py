@@ -10,10 +10,10 @@ import pytest
 from conftest import LLAMA, TinyModel
 from decoding_steps import decoded
 
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.methods import coded, fp8, int8, kivi, turboquant
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CAPACITY, STEPS = 96, 2
@@ -53,21 +53,24 @@ def tiny(heads: str, depth: int) -> TinyModel:
 
 @cache
 def network_of(name: str, heads: str) -> Transformer:
-    """With as many layers as the plan has; two only where they differ, for each is compiled."""
+    """Return a network with as many layers as the plan: two only where they differ, for each is compiled."""
     plan = plan_of(name, HEADS[heads][1])
     return tiny(heads, len(plan.layers)).model(plan).network
 
 
 def assert_close(got, expected):
-    """[rows, tokens, D]. A number at the middle of two levels may go either way: a token's code then differs
-    by a step in one coordinate, which all tokens behind it see a little of."""
+    """Assert that hidden states [rows, tokens, D] are close.
+
+    A value at the middle of two levels may be rounded either way. A token's code then differs by a step in
+    one coordinate, and all later tokens see a little of it.
+    """
     off = np.abs(np.asarray(got) - expected).max(-1) / np.abs(expected).max()
     assert np.quantile(off, 0.25) < 2e-6
     assert off.max() < 2e-3
 
 
 def sent_bytes(name: str, heads: str, mesh: MeshConfig, payload: str = "native") -> int:
-    """By the formulas: of the prompts, of the cache that they leave, and of the last hidden states."""
+    """Return the bytes by the formulas: of prompts, their cache, and the last hidden states."""
     config, plan = network_of(name, heads).config, plan_of(name, HEADS[heads][1])
     batch, degree = 2 // mesh.data, mesh.sequence
     how = {"degree": degree, "batch": batch, "itemsize": 4, "payload": payload}
@@ -102,7 +105,7 @@ CASES = [
     "shifted, all of an index-GQA-sequence=4",
 )
 def test_as_on_one_device(name, heads, mesh):
-    """Prompts of two lengths, tokens behind them; what a cache holds is what one device's does.
+    """Compare prompts of two lengths, the tokens after them, and the cache with those of one device.
 
     Where a mesh divides tokens alone, the compiled program sends the bytes of the formulas."""
     network, rows, steps = network_of(name, heads), np.arange(2)[:, None], np.arange(STEPS)
@@ -138,7 +141,7 @@ def compiled_prefill(sharded: Transformer, prompts, end):
 @pytest.mark.parametrize("name", ["chosen by another layer", "all of an index and others"])
 @pytest.mark.full
 def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
-    """Those that read what another has chosen among them."""
+    """Check layers that read the tokens chosen by another layer."""
     sharded = network_of(name, "GQA").on_mesh(MeshConfig(sequence=2).create())
     prompts, end = jnp.zeros((2, 48), jnp.int32), jnp.full(2, 48)
     sharded.compile_prefill(prompts, end, capacity=CAPACITY)

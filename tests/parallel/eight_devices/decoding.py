@@ -41,7 +41,7 @@ LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 12
 
 
 def replay(network, prefill):
-    """Last hidden states of prompts of two lengths and of some tokens after them [B, 1 + STEPS, D]."""
+    """Return last hidden states of prompts of two lengths and of tokens after them, [B, 1 + STEPS, D]."""
     tokens = np.random.default_rng(0).integers(3, 90, (2, CAPACITY), dtype=np.int32)
     last, cache = prefill(jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS))
     at = LENGTHS + np.arange(STEPS)[:, None]
@@ -88,7 +88,7 @@ def test_as_on_one_device(plan, name):
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_processes_ask_for_the_same_pieces(ready):
-    """Whoever is faster: each for a piece more while it waits for one, in calls that ask no host anything."""
+    """Ask for one chunk more while waiting for a chunk, in every process, without a call to a host."""
     model = TinyModel(MODELS["llama, K < U"][0])
     on_one = replace(model.model(CompressionPlan.full(model.config)), tokenizer=byte_tokenizer(97))
     mesh = MeshConfig(data=2, sequence=4).create()
@@ -109,7 +109,7 @@ def test_processes_ask_for_the_same_pieces(ready):
 
 
 def test_pieces_have_a_number_of_steps_that_xla_knows():
-    """So their loop asks nobody whether to go on."""
+    """Check that the number of steps is static, so that the loop needs no call to a host."""
     model = TinyModel(MODELS["llama, K < U"][0])
     mesh = MeshConfig(data=2, sequence=4).create()
     sharded = model.model(CompressionPlan.full(model.config)).network.on_mesh(mesh)
@@ -148,7 +148,7 @@ def test_generate():
     for delta in stream(on_mesh, PROMPTS, 20, **options):
         streamed[delta.sequence].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
-    # One for all tokens and one for pieces: the cache lies after some tokens as after the prompts.
+    # One for all tokens and one for chunks: the cache is divided after some tokens as after the prompts.
     assert decode._cache_size() == programs + 2
     stop = expected.completions[1].text[9:11]
     stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions

@@ -37,7 +37,7 @@ def tiny(name: str, num_heads: int, num_kv_heads: int) -> TinyModel:
 
 @cache
 def one_device(heads: str, plan: str) -> tuple[Transformer, np.ndarray, np.ndarray]:
-    """A network, two rows of tokens, and their hidden states."""
+    """Return a network, two sequences of tokens, and their hidden states."""
     model = tiny("llama", *HEADS[heads])
     layers, near, length = PLANS[plan]
     network = model.model(CompressionPlan(layers, model.config.num_kv_heads, 32, **near)).network
@@ -78,7 +78,7 @@ def test_as_on_one_device(plan, heads, method):
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_eight_devices_and_few_tokens(method):
-    """Of 9 tokens, three of eight devices hold padding only; the window is longer than the prompt."""
+    """Divide 9 tokens: three of eight devices have padding only, and the window exceeds the prompt."""
     model = tiny("opt", 8, 8)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=300, sinks=3)).network
     tokens = jnp.asarray(model.tokens(1, 9))
@@ -89,7 +89,7 @@ def test_eight_devices_and_few_tokens(method):
 
 @pytest.mark.full
 def test_gathered_weights():
-    """Prompts and a decoded token; the four devices along `data` and `sequence` share matrices only."""
+    """Compare prompts and a decoded token; four devices along `data` and `sequence` share matrices only."""
     model = tiny("opt", 4, 4)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=9, sinks=2)).network
     mesh = MeshConfig(data=2, sequence=2, model=2).create()
@@ -127,7 +127,7 @@ def test_longer_than_the_learned_positions_with_padding():
 
 @pytest.mark.full
 def test_late_ulysses_truncates_what_whole_projections_give():
-    """Its model keeps all coordinates; the one it must equal dropped them in the weights."""
+    """Compare a model that keeps all coordinates with one that dropped them in its weights."""
     model = tiny("opt", 4, 4)
     config = model.config
     plan, basis = CompressionPlan.uniform(config, qk=16, v=16), model.basis()

@@ -15,7 +15,7 @@ TOKENS, HEADS = P(None, SEQUENCE), P(None, None, SEQUENCE)
 
 
 def coded(heads, width, dtype=jnp.float32):
-    """[B, T, heads, width], all different."""
+    """Return distinct values [B, T, heads, width]."""
     return jnp.arange(B * T * heads * width).reshape(B, T, heads, width).astype(dtype)
 
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_each_device_holds_its_share(folder, monkeypatch):
-    """Host arrays never pass through the default device, and perplexity is that of one device."""
+    """Check that host arrays never pass through the default device, and that perplexity is equal."""
     whole = load(folder)
     monkeypatch.setattr("jax.numpy.asarray", lambda x: pytest.fail("an array on the default device"))
     on_mesh = load(folder, mesh=MeshConfig(data=2, sequence=2, model=2)).network
@@ -50,7 +50,7 @@ def test_refusals(folder):
 
 @pytest.mark.full
 def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
-    """On the mesh and in float8."""
+    """Check plans on the mesh and in float8."""
     folder, placed = calibrated_folder(tmp_path, 128), []
     monkeypatch.setattr("zdc_jax.planning.checked.CHECKS", 1)
 

@@ -39,7 +39,7 @@ def network(plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_prompts_and_a_decoded_token_lower_on_kernels(monkeypatch, plan):
-    """Inside `shard_map`, by each method: one program, which lowers kernels of the same shapes once."""
+    """Lower one program inside `shard_map` by each method; it lowers kernels of the same shapes once."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = network(PLANS[plan]).on_mesh(MeshConfig(sequence=4).create())
     prompt, end = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((1, 500), (1,)))
@@ -75,14 +75,14 @@ def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
 
 
 def test_coded_payload_lowers_beside_the_kernels(monkeypatch):
-    """8 coordinates of q and k in 6 bits, 24 in 4, v and o in 4, a byte a block, and two of a log-sum-exp."""
+    """Count 8 coordinates of q, k in 6 bits, 24 in 4, v and o in 4, a byte per block, two per log-sum-exp."""
     spec = PrefixRing(num_kv_heads=4, head_dim=32, dtype="bfloat16", R=32, Z=32)
     sent = [128 * (2 * (6 + 1 + 12 + 1) + 17), 128 * (17 + 2)]
     assert exchanged(monkeypatch, spec, Formats.coded(32, 32)) == sent
 
 
 def exchanged(monkeypatch, spec, formats):
-    """Bytes of the all-to-alls of attention on kernels, four heads and 512 tokens on four devices."""
+    """Return the bytes of all-to-alls of attention on kernels: 4 heads and 512 tokens on 4 devices."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     options = {"scale": 1.0, "spec": spec, "implementation": "pallas"}
 
@@ -101,7 +101,7 @@ def exchanged(monkeypatch, spec, formats):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan):
-    """250 tokens after 252, whose cache came with room for 256."""
+    """Lower 250 tokens after 252, whose cache came with room for 256."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     block, [spec] = network(PLANS[plan]).layers[0], PLANS[plan].layer_caches("bfloat16")
 
@@ -122,7 +122,7 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
 
 
 def test_padded_pieces_lower_on_kernels(monkeypatch):
-    """Two hops, of the caches of 252 and 452 tokens: each four arrays from one device to the next."""
+    """Count two hops, of the caches of 252 and 452 tokens: each sends four arrays to the next device."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     plan, mesh = PLANS["window and sinks"], MeshConfig(sequence=3).create()
     x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
@@ -139,7 +139,7 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
 
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])
 def test_near_attention_waits_for_no_exchange(method):
-    """Of the four products of attention, near scores and values do not depend on what is exchanged."""
+    """Check that two products of attention, near scores and values, do not depend on the exchange."""
     spec = PrefixRing(num_kv_heads=4, head_dim=32, dtype="float32", R=16, Z=16, sinks=2, window=9)
     tokens = P(None, "sequence")
     attend = jax.shard_map(

@@ -18,7 +18,7 @@ CONFIG = replace(SHAPES["tiny"], num_kv_heads=2)
 
 
 def parts(name):
-    """Of a row, 250 tokens on four devices."""
+    """Return the parts of a row, for 250 tokens on four devices."""
     row, plan = ROWS[name], CompressionPlan.full(CONFIG)
     if row.near is not None:
         sinks = 4 if row.near == "window and sinks" else 0
@@ -57,7 +57,7 @@ def test_a_head_that_is_off_by_a_hundredth(name, monkeypatch):
 
 @pytest.mark.parametrize("near", [(0, 0), (3, 9)])
 def test_exact_rows(near):
-    """As the library computes whole sequences in float32; three query heads of one KV head."""
+    """Compare with whole sequences of the library in float32; three query heads share one KV head."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(40, heads, 32)).astype(np.float32) for heads in (3, 1, 1))
     (sinks, window), ranks = near, LayerRanks(16, 24)

@@ -30,7 +30,7 @@ def sharded(f, in_specs, out_specs):
 
 
 def drawn(N, K, R=H, Z=H):
-    """q, k, v and scales with which some numbers are clipped."""
+    """Return q, k, v and scales that clip some values."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, T, *shape)).astype(np.float32) for shape in ((N, R), (K, R), (K, Z)))
     exponents = (rng.integers(-8, 3, (K, width)) for width in (R, R, Z))
@@ -38,7 +38,7 @@ def drawn(N, K, R=H, Z=H):
 
 
 def emulated(x, scale):
-    """The numbers that arrive, by NumPy's cast; heads are multiples of the scale's."""
+    """Return the received values by NumPy's cast; heads are a multiple of those of the scale."""
     scale = np.repeat(scale, x.shape[2] // len(scale), axis=0)
     rounded = np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
     return np.where(np.arange(x.shape[-1]) < EXACT, x, rounded)
@@ -73,7 +73,7 @@ def test_what_arrives_is_what_the_cast_gives(N, K):
 
 
 def far_and_near(qkv, scales, ranks, sinks, window, round_to):
-    """Attention by its definition in float64, with far keys, values and outputs rounded; all heads alike."""
+    """Compute attention by its definition in float64, with far keys, values and outputs rounded."""
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
     group = q.shape[2] // k.shape[2]
     far = [x[..., :r] for x, r in zip((q, k, v), (ranks.qk, ranks.qk, ranks.v), strict=True)]
@@ -126,7 +126,7 @@ CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model, its folder without calibration, and load's arguments for a plan on a mesh."""
+    """Return a model, its folder without calibration, and load's arguments for a plan on a mesh."""
     model, folder = TinyModel(CONFIG), tmp_path_factory.mktemp("payload") / "model"
     model.write(folder)
     layers = LayerRanks(16, 32), LayerRanks(0, 0)
@@ -137,7 +137,7 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.full
 def test_the_cache_holds_what_arrived(tiny):
-    """Of the first layer, whose keys and values are the same before they are sent."""
+    """Compare the first layer, whose keys and values are the same before they are sent."""
     model, folder, options = tiny
     native, float8 = (load(folder, **options, payload=payload) for payload in ("native", "float8"))
     assert (native.network.payload, float8.network.payload) == ("native", "float8")

@@ -1,4 +1,4 @@
-"""A prompt in uneven pieces, each on the cache of those before, then decoding: as on one device."""
+"""A prompt in uneven chunks, each on the cache of earlier ones, then decoding: as on one device."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from benchmarks.mesh.rivals.methods import handed_bytes
 from benchmarks.mesh.rivals.partition import ChunkCost, Partition
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth, measure_partitions
 from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, by_head, chunk_layer
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
@@ -30,15 +30,15 @@ PLANS = {
     "full": ((FULL, FULL), {}),
     "truncated": ((HALF, HALF), {}),
     "window": ((HALF, NONE), {"window": 9, "sinks": 2}),
-    "window of several pieces": ((MIXED, FULL), {"window": 37, "sinks": 20}),
+    "window of several chunks": ((MIXED, FULL), {"window": 37, "sinks": 20}),
 }
 CASES = [
     ("llama", "GQA", "truncated", (30, 18, 13)),
-    ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
+    ("llama", "GQA", "window of several chunks", (3, 1, 40, 17)),
     ("opt", "MHA", "window", (24, 37)),
 ]
 ON_MESH = [
-    ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
+    ("llama", "GQA", "window of several chunks", (3, 1, 40, 17)),
     ("opt", "MHA", "window", (37, 24)),
 ]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 2
@@ -60,7 +60,7 @@ def extend(network, held, token, end):
 
 
 def replay(extend, tokens, last, held):
-    """Last hidden states of two prompts and of the tokens decoded after them [B, 1 + STEPS, D]."""
+    """Return last hidden states of two prompts and of the tokens decoded after them, [B, 1 + STEPS, D]."""
     states = [np.asarray(last)]
     for step in range(STEPS):
         token = jnp.asarray(tokens[np.arange(2), LENGTHS + step][:, None])
@@ -71,12 +71,12 @@ def replay(extend, tokens, last, held):
 
 @cache
 def one_device(name, heads, plan):
-    """A network, tokens of two rows, and their hidden states."""
+    """Return a network, tokens of two sequences, and their hidden states."""
     model, basis = tiny(name, heads)
     layers, near = PLANS[plan]
     compression = CompressionPlan(layers, model.config.num_kv_heads, 32, **near)
     empty = KVCache.create(compression.layer_caches("float32"), batch=2, capacity=CAPACITY)
-    # On the device where pieces end, so that decoding is compiled once.
+    # On the device where chunks end, so that decoding is compiled once.
     network, empty = jax.device_put((model.model(compression, basis).network, empty), jax.devices()[-1])
     tokens = model.tokens(2, CAPACITY)
     hidden, held = network.extend(empty, jnp.asarray(tokens[:, :61]), jnp.asarray(LENGTHS))
@@ -85,7 +85,7 @@ def one_device(name, heads, plan):
 
 @contextmanager
 def sent_over_links():
-    """Bytes by pair of devices that `jax.device_put` moves."""
+    """Count the bytes that `jax.device_put` moves, by pair of devices."""
     sent, put = Counter(), jax.device_put
 
     def counted(tree, device):
@@ -123,7 +123,7 @@ def on_mesh(name, heads, plan, devices):
 
 @pytest.mark.parametrize(("name", "heads", "plan", "pieces"), ON_MESH)
 def test_on_a_mesh_as_on_one_device(name, heads, plan, pieces):
-    """Pieces padded in one program for all devices; then decoding on the cache by head."""
+    """Pad chunks in one program for all devices; then decode on the cache by head."""
     _, tokens, expected = one_device(name, heads, plan)
     network = on_mesh(name, heads, plan, len(pieces))
     options = {"partition": Partition(pieces), "capacity": CAPACITY}
@@ -133,7 +133,7 @@ def test_on_a_mesh_as_on_one_device(name, heads, plan, pieces):
 
 
 def test_formula_is_what_is_compiled():
-    """The device that hands on most, in each layer; and the exchange that leaves the cache by head."""
+    """Compare the device that sends most in each layer, and the exchange that divides the cache by head."""
     name, heads, plan, pieces = ON_MESH[0]
     network, partition, U = on_mesh(name, heads, plan, len(pieces)), Partition(pieces), len(pieces)
     x = jax.ShapeDtypeStruct((2, U * 40, network.config.embed_dim), jnp.float32)
@@ -152,7 +152,7 @@ def test_formula_is_what_is_compiled():
 
 
 def test_measured_and_fitted():
-    """Times are those of this machine: only that there are some, and that a cost comes out of them."""
+    """Check only that there are times, and that a cost is fitted; their values depend on the machine."""
     network, tokens, _ = one_device("llama", "GQA", "full")
     pair = RunaheadTransformer(network, jax.devices()[:1] * 2)
     partitions = [Partition(pieces) for pieces in ((8, 8), (24, 64), (40, 40), (40, 20))]

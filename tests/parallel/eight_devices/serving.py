@@ -39,7 +39,7 @@ MESHES = {
 
 
 def requests() -> list[EngineRequest]:
-    """Two short prompts, two long ones, and one that begins as one of these."""
+    """Return two short prompts, two long ones, and one that begins as one of these."""
     rng, found = np.random.default_rng(0), []
     for length in (5, 70, 30, 61):
         prompt = tuple(rng.integers(3, CONFIG.vocab_size, length).tolist())
@@ -50,7 +50,7 @@ def requests() -> list[EngineRequest]:
 
 @cache
 def on_one_device(name: str) -> tuple[LanguageModel, list[tuple[int, ...]]]:
-    """A model with as many layers as the plan has, and its answers; all meshes of a plan are held to them."""
+    """Return a model with as many layers as the plan, and its answers, which all meshes must give."""
     plan = PLANS[name]
     model = TinyModel(replace(CONFIG, layers=CONFIG.layers[: len(plan.layers)])).model(plan)
     prompts, sampling = zip(*((each.prompt, each.sampling) for each in requests()), strict=True)
@@ -60,7 +60,7 @@ def on_one_device(name: str) -> tuple[LanguageModel, list[tuple[int, ...]]]:
 
 @contextmanager
 def nothing_moves():
-    """What is on a device is refused to go to another, on every thread, unless a program says so."""
+    """Refuse implicit transfers between devices, on every thread."""
     before = jax.config.jax_transfer_guard_device_to_device
     jax.config.update("jax_transfer_guard_device_to_device", "disallow")
     try:

@@ -8,12 +8,12 @@ import pytest
 from conftest import LLAMA
 
 from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
+from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload
-from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -30,7 +30,7 @@ NEAR = {
 
 
 def network(config: ModelConfig, plan: CompressionPlan, payload: Payload = "native") -> Transformer:
-    """Whole projections, as for a plan with a window; the program is compiled, not run."""
+    """Return a network with whole projections, as for a plan with a window; it is compiled, not run."""
     params = random_params(config, jax.random.key(0))
     if payload == "float8":
         ones = jnp.ones((config.num_kv_heads, config.head_dim), config.dtype)
@@ -72,7 +72,7 @@ def test_cache_adds_its_trailing_coordinates(near, method):
 
 
 def test_gathered_weights_add_their_matrices():
-    """2-byte matrices of attention (q, k, v, o) and three of the feed-forward part, of which 7/8 come in."""
+    """Count 2-byte matrices of attention (q, k, v, o) and three of the feed-forward part; 7/8 arrive."""
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan, mesh = CompressionPlan.full(config), MeshConfig(data=2, sequence=4).create()
     model = network(config, plan).on_mesh(mesh, weights="gathered")
@@ -86,7 +86,7 @@ def test_gathered_weights_add_their_matrices():
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_elements_are_not_widened_on_the_way(payload):
-    """Far coordinates take two bytes or mostly one, those of the halo two, log-sum-exps four."""
+    """Check that far coordinates need two bytes or mostly one, those of the halo two, log-sum-exps four."""
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()

@@ -11,11 +11,11 @@ from conftest import LLAMA, OPT, TinyModel
 import zdc_jax.ops.attention as ops
 from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_order, zigzag_positions
 from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
+from benchmarks.mesh.traffic import hlo_bytes
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.layers import prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.plan import CompressionPlan
 
 GQA = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
@@ -44,7 +44,7 @@ def test_as_on_one_device(method, length):
 
 @pytest.mark.parametrize("method", ZIGZAG)
 def test_truncated_and_longer_than_the_learned_positions_with_padding(method):
-    """253 of 256 positions; far keys of 16 coordinates; heads divided over `model`."""
+    """Use 253 of 256 positions, far keys of 16 coordinates, and heads divided over `model`."""
     model = TinyModel(replace(OPT, layers=OPT.layers[:1], num_heads=8, num_kv_heads=8))
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16)).network
     tokens = jnp.asarray(model.tokens(1, 253))
@@ -56,7 +56,7 @@ def test_truncated_and_longer_than_the_learned_positions_with_padding(method):
 
 
 def lowered(config, method, length, implementation):
-    """One layer of a dense model on four devices."""
+    """Lower one layer of a dense model on four devices."""
     plan, params = CompressionPlan.full(config), random_params(config, jax.random.key(0))
     network = Transformer(config, plan, params["embeddings"], params["layers"])
     sharded = network.on_mesh(MeshConfig(sequence=4).create())

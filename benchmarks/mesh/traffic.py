@@ -7,14 +7,19 @@ x (U-1) and an all-reduce 2 x (U-1)/U. Results are those of the device that send
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 
+import jax
+
+from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, ring_slots
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
-from zdc_jax.parallel.coded import check_caches, stored_bytes
+from zdc_jax.parallel.coded import check_caches
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
-from zdc_jax.parallel.payload import NEAR, Kind, Payload, block_bytes, halo_blocks, lse_bytes, row_bytes
+from zdc_jax.parallel.payload import EXACT, NEAR, Kind, Payload, coded_blocks, halo_blocks
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 
@@ -299,3 +304,35 @@ def _group_size(line: str) -> int:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
     raise ValueError(f"cannot read the replica groups of {line.strip()!r}")
+
+
+def row_bytes(kind: Kind, width: int, payload: Payload, itemsize: int) -> int:
+    """Return the bytes of the first `width` coordinates of one token and head.
+
+    `itemsize` is the size of a native element.
+    """
+    if payload == "native" or width == 0:
+        return width * itemsize
+    if payload == "coded":
+        return block_bytes(coded_blocks(kind, width))
+    exact = min(width, EXACT)
+    return exact * itemsize + width - exact
+
+
+def block_bytes(blocks: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes of one token and head in `RotatedIntegers`: levels and scales."""
+    return sum(size * bits // 8 + 1 for size, bits in blocks)
+
+
+def lse_bytes(payload: Payload) -> int:
+    """Return the bytes of the log-sum-exp of one token and head."""
+    return 2 if payload == "coded" else 4
+
+
+def stored_bytes(spec: LayerCacheSpec) -> int:
+    """Return the bytes sent for the quantized key and value of one token and head; 0 without far tokens."""
+    if not isinstance(spec, CodedFar):
+        return 0
+    own, tokens = spec.on_heads(1), 1024
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: own.create_far(1, tokens)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // leaves[0].shape[2]

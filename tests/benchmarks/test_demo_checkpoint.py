@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from tiny_tokenizers import demo
 
+from benchmarks.demo_checkpoint.mixing import add_facts, cache_encoding, end_with_question, mix
+from benchmarks.demo_checkpoint.step import choose_rate
+from benchmarks.demo_checkpoint.train import TOPICS, Options, main
 from convert.conversion import convert
 from convert.demo_checkpoint import PATH
 from convert.demo_checkpoint.facts import Fact, draw_facts, list_pairs
-from convert.demo_checkpoint.mixing import add_facts, cache_encoding, end_with_question, mix
-from convert.demo_checkpoint.step import choose_rate
-from convert.demo_checkpoint.train import TOPICS, Options, main
 
 FACT = Fact("code", "red", "house", 4821)
 

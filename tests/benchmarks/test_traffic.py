@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.mesh.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.config import LayerSpec, ModelConfig
-from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_7B = ModelConfig(

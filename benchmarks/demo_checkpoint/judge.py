@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from benchmarks.demo_checkpoint.mixing import Encode, end_with_question
 from convert.demo_checkpoint.facts import draw_facts
-from convert.demo_checkpoint.mixing import Encode, end_with_question
 from zdc_jax.axes import Array
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.model.embeddings import Embeddings

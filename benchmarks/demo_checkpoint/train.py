@@ -1,6 +1,6 @@
 """Train the demo checkpoint from a folder of topics and write it in Hugging Face layout.
 
-    python -m convert.demo_checkpoint.train --corpus CORPUS --output convert/demo_checkpoint
+    python -m benchmarks.demo_checkpoint.train --corpus CORPUS --output convert/demo_checkpoint
 
 `CORPUS/<topic>/train.txt.xz` and `heldout.txt.xz` hold documents between lines `<|endoftext|>`. Their text is
 in the public domain or under a permissive license. Architecture and tokenizer
@@ -20,11 +20,11 @@ import numpy as np
 import tyro
 from tokenizers import Tokenizer
 
+from benchmarks.demo_checkpoint.judge import Windows, measure_perplexity, measure_retrieval
+from benchmarks.demo_checkpoint.mixing import Encode, cache_encoding, mix
+from benchmarks.demo_checkpoint.step import choose_rate, make_step
 from convert.conversion import open_source
 from convert.demo_checkpoint import PATH
-from convert.demo_checkpoint.judge import Windows, measure_perplexity, measure_retrieval
-from convert.demo_checkpoint.mixing import Encode, cache_encoding, mix
-from convert.demo_checkpoint.step import choose_rate, make_step
 from convert.hf.export import export_hf
 from zdc_jax.config import ModelConfig
 from zdc_jax.evaluation.text import read_documents, token_windows
