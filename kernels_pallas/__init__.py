@@ -8,6 +8,8 @@ from kernels_pallas.decode.merge import Parts as Parts
 from kernels_pallas.decode.merge import merged as merged
 from kernels_pallas.decode.merge import merged_at_once as merged_at_once
 from kernels_pallas.prefill.attention import prefill_attention as prefill_attention
+from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
+from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
 from kernels_pallas.prefill.inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
 from kernels_pallas.prefill.inputs import BlockLists as BlockLists
 from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig
@@ -17,12 +19,16 @@ from kernels_pallas.quantized.attention import coded_parts as coded_parts
 from kernels_pallas.quantized.dequantise import dequantise as dequantise
 from kernels_pallas.quantized.encode import encode as encode
 from kernels_pallas.quantized.inputs import CodedConfig as CodedConfig
+from kernels_pallas.quantized.inputs import CodedPass as CodedPass
 from kernels_pallas.quantized.inputs import Plane as Plane
 from kernels_pallas.quantized.inputs import plane_fits as plane_fits
+from kernels_pallas.quantized.queries import arrange_gains as arrange_gains
 from kernels_pallas.quantized.round_tokens import Rounded as Rounded
 from kernels_pallas.quantized.round_tokens import round_tokens as round_tokens
 from kernels_pallas.quantized.turn_and_store import Stored as Stored
+from kernels_pallas.quantized.turn_and_store import TurnedQueries as TurnedQueries
 from kernels_pallas.quantized.turn_and_store import Turning as Turning
+from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
 from kernels_pallas.ragged_keys import Segment as Segment
 from kernels_pallas.ragged_keys import merge_partial as merge_partial

@@ -38,6 +38,7 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.kernels.bench_kernels import cudnn
 from benchmarks.kernels.timing import copy_bandwidth, device_ms, kernel_times, normal
 from kernels_pallas import (
+    CodedPass,
     Plane,
     Ring,
     Stored,
@@ -46,6 +47,7 @@ from kernels_pallas import (
     decode_parts,
     encode,
     index_scores,
+    join_heads,
     largest,
     merged_at_once,
     post_rope,
@@ -199,9 +201,10 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
         empty, rings = state
         index, rest, values = planes(empty, plan)
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
-        q, keys, values = turn_and_store(*(x[:, 0] for x in new), turning, *stored, start, start + 1, **near)
+        heads = join_heads(*(x[:, 0] for x in new))
+        q, keys, values = turn_and_store(heads, turning, *stored, start, start + 1, **near)
         written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
-        return (written, [keys.ring, values.ring]), q
+        return (written, [keys.ring, values.ring]), q.plain
 
     def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile holds tokens of one sequence.
@@ -471,7 +474,7 @@ def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array,
     near = decode_parts(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
     slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    older = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
+    (older,) = coded_parts([CodedPass(q, keys, values, begin, end, slots)], scale=SCALE)
     return merged_at_once([near, older], N // K, q.dtype)[0]
 
 

@@ -72,26 +72,33 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
 
 
 def merged_at_once(
-    parts: Sequence[Parts], G: int, dtype: DTypeLike, *, interpret: bool = False
-) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
+    parts: Sequence[Parts], G: int, dtype: DTypeLike, *, copies: int = 1, interpret: bool = False
+) -> tuple[Float[Array, "rows N Z"], Float[Array, "B N"]]:
     """Merge the parts of several kernels in one launch; narrower outputs are zero-padded to the widest.
 
+    The output has B rows, or `copies` equal rows of a single sequence.
+
     Raises:
+      ValueError: there are copies of several sequences.
       NotImplementedError: JAX has no Triton back end.
     """
     check_back_end()
-    return _launch(tuple(parts), G=G, dtype=jnp.dtype(dtype), interpret=interpret)
+    if copies > 1 < len(parts[0].o):
+        raise ValueError(f"copies={copies} of {len(parts[0].o)} sequences: must be 1")
+    return _launch(tuple(parts), G=G, dtype=jnp.dtype(dtype), copies=copies, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("G", "dtype", "interpret"))
-def _launch(parts: tuple[Parts, ...], *, G: int, dtype: jnp.dtype, interpret: bool) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames=("G", "dtype", "copies", "interpret"))
+def _launch(
+    parts: tuple[Parts, ...], *, G: int, dtype: jnp.dtype, copies: int, interpret: bool
+) -> tuple[Array, Array]:
     B, K = parts[0].o.shape[:2]
     Z = max(each.Z for each in parts)
     places = [np.argsort(each.order).astype(np.int32) for each in parts if each.order is not None]
     like = jax.ShapeDtypeStruct
     o, lse = pl.pallas_call(
         functools.partial(_kernel, forms=[_Form.of(each) for each in parts], G=G),
-        out_shape=(like((B, K * G, Z), dtype), like((B, K * G), jnp.float32)),
+        out_shape=(like((copies * B, K * G, Z), dtype), like((B, K * G), jnp.float32)),
         grid=(B, K * G),
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
@@ -136,7 +143,8 @@ def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
             each.results(b, kv, member, columns, weight) for each, weight in zip(found, weights, strict=True)
         )
         o = functools.reduce(jnp.add, parts) / jnp.where(total > 0, total, 1.0)
-        plt.store(o_ref.at[b, n, pl.ds(begin, width)], o.astype(o_ref.dtype))
+        for row in range(o_ref.shape[0] // lse_ref.shape[0]):
+            plt.store(o_ref.at[b + row, n, pl.ds(begin, width)], o.astype(o_ref.dtype))
     lse_ref[b, n] = jnp.log(total) + highest
 
 

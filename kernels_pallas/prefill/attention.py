@@ -17,6 +17,9 @@ Keys near a query (sinks and a recent window) add their trailing H-R and H-Z coo
 Unmasked far blocks, nearly all blocks, come first, so that their loop needs no registers for the trailing
 part.
 
+With near keys in arrays of their own, masked steps of far keys come before those of near keys, whose blocks
+the producer takes from these arrays. A position is visible in one of both kinds of steps.
+
 With lists of blocks, only the producer reads other rows: it looks up which block comes next. Sparse attention
 to blocks of keys follows MInference (Jiang et al., 2024).
 """
@@ -97,6 +100,7 @@ def prefill_attention(
     sinks: int = 0,
     window: int = 0,
     keys: Keys = "all",
+    near: Trailing | None = None,
     block_table: Int[Array, "B pages"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     lists: BlockLists | None = None,
@@ -125,6 +129,9 @@ def prefill_attention(
       window: size of the recent window; used like `sinks`.
       keys: `all` for j ≤ t; `far` for sinks ≤ j ≤ t - window only, to be merged with near attention by
         log-sum-exp (sequence parallelism). With `far`, queries may be after all keys. Not with `trailing`.
+      near: near keys and values, with R and Z coordinates in arrays of their own, for a window of at most
+        `NEAR_WINDOW`. The result covers them, too. `near.start` may be any position, or with
+        `block_scores` a multiple of 64. Only with `keys="far"`.
       block_table: page of each `page size` positions, int32. The page size is a multiple of 64 and of the
         config's block_kv. Entries of pages that no query of the sequence sees may have any value.
       positions: positions of queries and of keys, in any order, if they are not consecutive (token classes).
@@ -158,6 +165,7 @@ def prefill_attention(
         sinks=sinks,
         window=window,
         keys=keys,
+        near=near,
         block_table=block_table,
         positions=positions,
         lists=lists,
@@ -170,8 +178,9 @@ def prefill_attention(
     starts = zeros if starts is None else starts
     # Lengths must not be negative: turns use the sign of a length as a zero that the compiler does not know.
     lengths = starts + T if lengths is None else jnp.clip(lengths, 0, starts + T)
-    base = zeros if trailing is None else trailing.start
-    tails, near_only = _tails(trailing), not k.shape[-1]
+    apart = near if trailing is None else trailing
+    base = zeros if apart is None else apart.start
+    tails, near_only = _tails(apart), not k.shape[-1]
     if near_only:  # The trailing coordinates are all coordinates: keys of one rank, and the sinks.
         k, v, *tails = tails
         block_table = None
@@ -198,7 +207,7 @@ def prefill_attention(
         sinks=sinks if lists is None else 0,
         window=window,
         scale=scale,
-        keys="near" if near_only else keys,
+        keys="near" if near_only else keys if near is None else "both",
         two_ranks=two_ranks,
         positions=positions is not None,
         gains=block_scores is not None,

@@ -14,6 +14,8 @@ from kernels_pallas.prefill.inputs import GAIN_BLOCK, ROWS, PrefillConfig
 from kernels_pallas.prefill.items import Geometry, Item
 from kernels_pallas.prefill.softmax import Gains, State, empty, lanes, raised, weights
 
+_FAR, _RECENT, _SINKS = 0, 1, 2
+"""Kinds of masked blocks: far keys, recent keys, or the sinks' own array."""
 _LARGEST_GAIN = 2.0**100
 """Bound on what base-2 scores gain: larger ones, and NaN, are of blocks without a visible key."""
 
@@ -92,8 +94,8 @@ class Consumer(NamedTuple):
     def masked(self, step: Array, carry: tuple[State, Gains], *, mixed: bool) -> tuple[State, Gains]:
         """Add one block in which visibility and (if `mixed`) rank differ between keys.
 
-        With two ranks, or near keys alone, 64 keys are processed at a time: spilled registers would slow down
-        every step.
+        With two ranks, or near keys from arrays of their own, 64 keys are processed at a time: spilled
+        registers would slow down every step.
         """
         g, slot, width = self.g, self._slot(step), self._masked_width
         following = self.masked_gains(step + 1)
@@ -101,15 +103,15 @@ class Consumer(NamedTuple):
             plgpu.barrier_wait(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_wait(self.smem["tail_ready"])
-        first_key, at_sinks = self._masked_keys(step)
+        first_key, kind = self._masked_keys(step)
 
         def part(i: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
             key, (state, gains) = first_key + i * width, carry
             ahead = gains if width == self.config.block_kv else self._gains(key + width, width)
-            return self._masked_part(state, gains, slot, rows, key, at_sinks, mixed), ahead
+            return self._masked_part(state, gains, slot, rows, key, kind, mixed), ahead
 
-        state, _ = lax.fori_loop(*self._parts(first_key, at_sinks), part, carry)
+        state, _ = lax.fori_loop(*self._parts(first_key, kind), part, carry)
         for name in ["k_free", "v_free"]:
             plgpu.barrier_arrive(self.smem[name].at[slot])
         if g.two_ranks:
@@ -119,23 +121,32 @@ class Consumer(NamedTuple):
     @property
     def _masked_width(self) -> int:
         """Keys that are processed at a time where visibility differs."""
-        return ROWS if self.g.two_ranks or self.g.keys == "near" else self.config.block_kv
+        own_arrays = self.g.two_ranks or self.g.keys in ("near", "both")
+        return ROWS if own_arrays else self.config.block_kv
 
     def _masked_keys(self, step: Array) -> tuple[Array, Array]:
-        """Return the position of a masked block's first key, and whether the block has sinks alone."""
-        first_key, at_sinks = self.item.block(self.g, step) * self.config.block_kv, self.item.at_sinks(step)
+        """Return the position of a masked block's first key, and the kind of its keys."""
+        first_key, kind = self.item.block(self.g, step) * self.config.block_kv, jnp.int32(_FAR)
         if self.g.keys == "near":
-            first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
-        return first_key, at_sinks
+            kind = jnp.where(self.item.at_sinks(step), jnp.int32(_SINKS), jnp.int32(_RECENT))
+            first_key = first_key + jnp.where(kind == _SINKS, 0, self.item.base)
+        if self.g.keys == "both":
+            kind = jnp.where(self.item.is_near(step), jnp.int32(_RECENT), jnp.int32(_FAR))
+            first_key = first_key + jnp.where(kind == _RECENT, self.item.base, 0)
+            if self.g.sinks:
+                at_sinks = self.item.is_at_own_sinks(step)
+                kind = jnp.where(at_sinks, jnp.int32(_SINKS), kind)
+                first_key = jnp.where(at_sinks, 0, first_key)
+        return first_key, kind
 
-    def _parts(self, first_key: Array, at_sinks: Array) -> tuple[Any, Any]:
+    def _parts(self, first_key: Array, kind: Array) -> tuple[Any, Any]:
         """Return the range of a masked block's parts that queries of this warpgroup see."""
-        if self.g.keys == "near":
-            return self._seen_parts(first_key, at_sinks)
+        if self.g.keys in ("near", "both"):
+            return self._seen_parts(first_key, kind)
         return 0, self.config.block_kv // self._masked_width
 
-    def _seen_parts(self, first_key: Array, at_sinks: Array) -> tuple[Array, Array]:
-        """Return the range of a block's parts of 64 near keys that queries of this warpgroup see.
+    def _seen_parts(self, first_key: Array, kind: Array) -> tuple[Array, Array]:
+        """Return the range of a block's parts of 64 keys that queries of this warpgroup see.
 
         All sinks are in the first part of their block.
         """
@@ -145,7 +156,11 @@ class Consumer(NamedTuple):
             return lax.div(jnp.clip(key, 0, self.config.block_kv), rows)
 
         begin, end = part(first - self.g.window + 1), part(first + 2 * ROWS - 1)
-        return jnp.where(at_sinks, 0, begin), jnp.where(at_sinks, 1, end)
+        begin, end = jnp.where(kind == _SINKS, 0, begin), jnp.where(kind == _SINKS, 1, end)
+        if self.g.keys == "near":
+            return begin, end
+        is_far = kind == _FAR
+        return jnp.where(is_far, 0, begin), jnp.where(is_far, part(first + 2 * ROWS - 1 - self.g.window), end)
 
     def _masked_part(
         self,
@@ -154,7 +169,7 @@ class Consumer(NamedTuple):
         slot: Array,
         part: Any,
         first_key: Array,
-        at_sinks: Array,
+        kind: Array,
         mixed: bool,
     ) -> State:
         g, smem, width = self.g, self.smem, part.size
@@ -178,7 +193,7 @@ class Consumer(NamedTuple):
                 scores = scores + jnp.where(near(t, j), _product(q_tail), 0.0)
         else:
             scores = _product((q, k), *([q_tail] if q_tail is not None else []))
-        scores = jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf)
+        scores = jnp.where(self._visible(t, j, kind), scores, -jnp.inf)
         p, state = self._weighed(state, gains, scores)
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if state.tail is not None:
@@ -202,8 +217,8 @@ class Consumer(NamedTuple):
             loaded.append(lax.broadcast_in_dim(values, shape, [axis]))
         return loaded[0], loaded[1]
 
-    def _visible(self, t: Array, j: Array, at_sinks: Array) -> Array:
-        """Return which keys at positions j are visible to queries at positions t, in this step."""
+    def _visible(self, t: Array, j: Array, kind: Array) -> Array:
+        """Return which keys at positions j are visible to queries at positions t, in a step of this kind."""
         g = self.g
         if g.keys == "all":
             return j <= t
@@ -211,11 +226,13 @@ class Consumer(NamedTuple):
             return (j <= t - g.window) & (j >= g.sinks) & (j < g.S)
         never = jnp.iinfo(jnp.int32).max // 2
 
-        def pick(of_sinks, recent):
-            return jnp.where(at_sinks, jnp.int32(of_sinks), jnp.int32(recent))
+        def pick(of_sinks, recent, far):
+            found = jnp.where(kind == _SINKS, jnp.int32(of_sinks), jnp.int32(recent))
+            return found if g.keys == "near" else jnp.where(kind == _FAR, jnp.int32(far), found)
 
-        first = jnp.maximum(t - (pick(never, g.window) - 1), pick(0, g.sinks))
-        last = jnp.minimum(t, pick(g.sinks - 1, never))
+        first = jnp.maximum(t - (pick(never, g.window, never) - 1), pick(0, g.sinks, g.sinks))
+        newest = t if g.keys == "near" else t - pick(0, 0, g.window)
+        last = jnp.minimum(newest, pick(g.sinks - 1, never, g.S - 1))
         return (first <= j) & (j <= last)
 
     def _plain_step(self, step: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
@@ -266,9 +283,9 @@ class Consumer(NamedTuple):
         """Start to load the gains of the first part of a masked block that this warpgroup sees."""
         if self.gains is None:
             return ()
-        first_key, at_sinks = self._masked_keys(step)
+        first_key, kind = self._masked_keys(step)
         width = self._masked_width
-        return self._gains(first_key + self._parts(first_key, at_sinks)[0] * width, width)
+        return self._gains(first_key + self._parts(first_key, kind)[0] * width, width)
 
     def _gains(self, first_key: Array, width: int) -> Gains:
         """Load what base-2 scores of `width` keys from position `first_key` on gain, if there are gains."""

@@ -25,6 +25,11 @@ GAIN_BLOCK = 64
 TAIL_ALIGNMENT = LARGEST_BLOCK
 """Alignment of `Trailing.start`, so that key blocks of every size begin at a row of the tail."""
 
+NEAR_WINDOW = 512
+"""Largest window of near keys next to far keys: all blocks of these near keys are masked."""
+MOST_SINKS = 64
+"""Most sinks of near keys, which one part of a masked block holds."""
+
 Keys = Literal["all", "far"]
 
 
@@ -136,6 +141,7 @@ def check_prefill(
     window: int = 0,
     keys: Keys = "all",
     block_table: Shaped | None = None,
+    near: "Trailing | None" = None,
     positions: tuple[Shaped, Shaped] | None = None,
     lists: BlockLists | None = None,
     blocks: tuple[int, int] = (128, 128),
@@ -167,6 +173,8 @@ def check_prefill(
             common.check_integers(name, x, (B,), "B")
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
+    if near is not None:
+        _check_near(q, k, v, near, sinks, window, keys)
     if block_table is not None:
         least = blocks[1] if lists is not None else SMALLEST_BLOCK
         common.check_table(block_table, B, k, least if config is None else config.block_kv)
@@ -202,8 +210,8 @@ def _check_trailing(
     B, K, (R, Z, H) = q.shape[0], k.shape[1], (x.shape[-1] for x in (k, v, q))
     if keys != "all" or not window:
         raise ValueError(f"trailing: needs keys='all' and a window, not keys={keys!r}, window={window}")
-    if sinks > 64:
-        raise ValueError(f"sinks={sinks}: must be at most 64")
+    if sinks > MOST_SINKS:
+        raise ValueError(f"sinks={sinks}: must be at most {MOST_SINKS}")
     common.check_tails(H, R, Z)
     common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
     common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
@@ -219,6 +227,30 @@ def _check_trailing(
         common.check_shape(f"trailing.{name}", x, (B, K, None, width), "B, K, P, trailing coordinates")
         if x.shape[2] < sinks:
             raise ValueError(f"trailing.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
+
+
+def _check_near(q: Shaped, k: Shaped, v: Shaped, near: Trailing, sinks: int, window: int, keys: Keys) -> None:
+    """Check near keys and values from arrays of their own."""
+    B, K, R, Z = q.shape[0], k.shape[1], k.shape[-1], v.shape[-1]
+    if keys != "far" or not 0 < window <= NEAR_WINDOW:
+        raise ValueError(
+            f"near: needs keys='far' and a window of 1 to {NEAR_WINDOW}, not keys={keys!r}, window={window}"
+        )
+    if sinks > MOST_SINKS:
+        raise ValueError(f"sinks={sinks}: must be at most {MOST_SINKS}")
+    given: dict[str, tuple[Array | None, int]] = {"k": (near.k, R), "v": (near.v, Z)}
+    if sinks:
+        given |= {"sink_k": (near.sink_k, R), "sink_v": (near.sink_v, Z)}
+    for name, (x, width) in given.items():
+        if x is None:
+            raise ValueError(f"sinks={sinks}: need near.{name}, not None")
+        common.check_dtypes(q=q, **{f"near.{name}": x})
+        common.check_shape(f"near.{name}", x, (B, K, None, width), "B, K, M, coordinates")
+        if name.startswith("sink") and x.shape[2] < sinks:
+            raise ValueError(f"near.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
+    if near.k.shape[2] != near.v.shape[2]:
+        raise ValueError(f"near.v has {near.v.shape[2]} rows: must have as many as near.k, {near.k.shape[2]}")
+    common.check_integers("near.start", near.start, (B,), "B")
 
 
 def _check_positions(

@@ -27,7 +27,7 @@ class Geometry(NamedTuple):
     sinks: int
     window: int
     scale: float
-    keys: Literal["all", "near", "far"]
+    keys: Literal["all", "near", "far", "both"]
     two_ranks: bool
     positions: bool
     gains: bool
@@ -48,6 +48,9 @@ class Item(NamedTuple):
 
     With near keys alone, all masked steps are inner: those of the sinks' own array, and of blocks from `edge`
     on, without the unmasked blocks between them. Row 0 of these blocks is at position `base`.
+
+    With far and near keys from arrays of their own (`both`), the last `near` of the inner steps are those of
+    near keys: the sinks' own array, if there are sinks, and near blocks from `near_edge` on.
     """
 
     b: Array
@@ -62,6 +65,8 @@ class Item(NamedTuple):
     inner: Array
     edge: Array
     sink_step: Array
+    near: Array | int = 0
+    near_edge: Array | int = 0
 
     def block(self, g: Geometry, step: Array) -> Array:
         """Return the key block of a step."""
@@ -69,7 +74,24 @@ class Item(NamedTuple):
         if g.keys == "near":  # Unmasked blocks lie between masked ones.
             masked = jnp.where(masked < self.begin, masked, masked + self.plain)
         block = jnp.where(self.at_sinks(step), 0, masked)
-        return jnp.where(step < self.plain, self.begin + step, block)
+        block = jnp.where(step < self.plain, self.begin + step, block)
+        if g.keys == "both":
+            own = jnp.maximum(self.near_edge + step - self.far - (g.sinks > 0), 0)
+            block = jnp.where(self.is_near(step), own, block)
+        return block
+
+    @property
+    def far(self) -> Array:
+        """Number of steps before those of near keys with arrays of their own."""
+        return self.plain + self.mixed + self.inner - self.near
+
+    def is_near(self, step: Array) -> Array:
+        """Return whether a step has near keys from an array of their own."""
+        return step >= self.far
+
+    def is_at_own_sinks(self, step: Array) -> Array:
+        """Return whether a step is that of the sinks' own array, if there are sinks and `near` steps."""
+        return step == self.far
 
     def at_sinks(self, step: Array) -> Array:
         """Return whether a step is that of the sinks."""
@@ -93,6 +115,9 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
         steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
         return Item(b, head, tile * rows, first, length, base, *steps)
     begin, plain, mixed, inner, edge, sink_step = steps_of(g, config.block_kv, first, end, base)
+    near, near_edge = zero, zero
+    if g.keys == "both":
+        near, near_edge = _list_near_steps(g, config.block_kv, first, end, base)
     if g.listed:
         which = lax.div(tile * rows, i32(g.listed))
         # The list ends with the blocks of its own queries; those from `edge` on are not plain here.
@@ -100,8 +125,15 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
         own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
         listed = bounds[b, lax.div(head, i32(g.groups)), which]
         begin, plain = zero, jnp.where(end > first, jnp.maximum(listed - own, 0), 0)
-    steps = begin, plain, mixed, inner, edge, sink_step
-    return Item(b, head, tile * rows, first, length, base, *steps)
+    steps = begin, plain, mixed, inner + near, edge, sink_step
+    return Item(b, head, tile * rows, first, length, base, *steps, near, near_edge)
+
+
+def _list_near_steps(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, Array]:
+    """Return `near` and `near_edge` of queries at first … end - 1."""
+    edge = lax.div(jnp.maximum(first - g.window + 1 - base, 0), jnp.int32(block))
+    last = lax.div(end - base + (block - 1), jnp.int32(block))
+    return jnp.where(end <= first, 0, last - edge + (g.sinks > 0)), edge
 
 
 def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
@@ -121,11 +153,12 @@ def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> 
         plain = jnp.where(empty, 0, jnp.maximum(down(first + 1 - base) - begin, 0))
         inner = jnp.where(empty, 0, up(end - base) - edge + sink_step - plain)
         return begin, plain, zero, inner, edge, sink_step
-    past = g.window if g.keys == "far" else 0
+    is_far = g.keys in ("far", "both")
+    past = g.window if is_far else 0
     last = jnp.where(empty, 0, up(end - past))
     # Unmasked blocks look the same to every query: all their keys are visible, or all are far.
     edge = jnp.minimum(down(first + 1 - (g.window if g.two_ranks else past)), last)
-    if g.keys == "far":  # Queries may be after all keys.
+    if is_far:  # Queries may be after all keys.
         last, edge = jnp.minimum(last, pl.cdiv(g.S, block)), jnp.minimum(edge, g.S // block)
     sink_step = jnp.where((edge > 0) & (g.sinks > 0), 1, 0).astype(jnp.int32)
     if not g.two_ranks:

@@ -42,10 +42,13 @@ def load_keys(
     tails: Any,
     rows: Rows,
 ) -> None:
-    """Run the producer: load blocks of keys and values into slots as these become free."""
+    """Run the producer: load blocks of keys and values into slots as these become free.
+
+    `tails` are trailing coordinates of keys and values, or near keys and values, and then those of the sinks.
+    """
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
     buffers = [smem[name + "_tail"] for name in g.tails()]
-    sinks = tails[len(buffers) :] if g.sinks else [None, None]
+    sinks = tails[len(buffers) :] if g.sinks and g.keys != "both" else [None, None]
 
     def copy(
         at_sinks: Array, sources: tuple[Any, Any], lead: Array, row: Array, destination: Any, ready: Any
@@ -62,6 +65,22 @@ def load_keys(
         pl.when(at_sinks)(lambda: start(of_sinks, item.b, pl.ds(0, block)))
         pl.when(jnp.logical_not(at_sinks))(lambda: start(source, lead, rows))
 
+    def copy_far_or_near(
+        step: Array, i: int, lead: Array, row: Array, within: Array, to: Any, ready: Any
+    ) -> None:
+        """Copy a block of far keys (i = 0) or values (1), or of near ones from their own arrays."""
+
+        def start(source: Any, lead: Array, row: Any) -> None:
+            plgpu.copy_gmem_to_smem(source.at[lead, kv_head, pl.ds(row, block)], to, ready)
+
+        is_near = item.is_near(step)
+        pl.when(jnp.logical_not(is_near))(lambda: start(sources[i], lead, pl.multiple_of(within, 8)))
+        if g.sinks:
+            at_sinks = item.is_at_own_sinks(step)
+            pl.when(at_sinks)(lambda: start(tails[2 + i], item.b, 0))
+            is_near = is_near & jnp.logical_not(at_sinks)
+        pl.when(is_near)(lambda: start(tails[i], item.b, pl.multiple_of(row, 8)))
+
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
         slot, row = lax.rem(step, jnp.int32(config.stages)), rows.block(g, item, step) * block
@@ -73,8 +92,12 @@ def load_keys(
             def _(name: str = name) -> None:
                 plgpu.barrier_wait(smem[name + "_free"].at[slot])
 
-            pair = sources[i], sinks[i] if g.keys == "near" else None
-            copy(at_sinks, pair, lead, within, smem[name].at[slot], smem[name + "_ready"].at[slot])
+            to, ready = smem[name].at[slot], smem[name + "_ready"].at[slot]
+            if g.keys == "both":
+                copy_far_or_near(step, i, lead, row, within, to, ready)
+            else:
+                pair = sources[i], sinks[i] if g.keys == "near" else None
+                copy(at_sinks, pair, lead, within, to, ready)
 
         if g.two_ranks:
 

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence to quantized keys and values (ours).
 
-    grid: (B·K, parts); one warpgroup per CTA
+    grid: (B·K, parts of all passes); one warpgroup per CTA
     stream of blocks:   TMA levels, scales → ready[slot]   (`stages` in flight)
     list of slots:      loads from global memory into registers
 
@@ -10,6 +10,9 @@
         | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
 
     then write the partial output and log-sum-exp; `decode.merge` merges them
+
+A pass reads one set of keys, for example the near or the far tokens. The passes of a launch have their own
+parts, each with its own CTA.
 
 Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and computes 2 G (C + Z) FLOP. Levels
 become bfloat16 in registers (`unpack`). Keys are the rows of the products; the few query heads
@@ -25,7 +28,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -33,16 +35,35 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.decode.merge import Parts, merged
-from kernels_pallas.quantized.inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
-from kernels_pallas.quantized.packed_loads import PER_ROW, block_rows, gathered_bytes, gathered_rows
+from kernels_pallas.quantized.inputs import (
+    BLOCK,
+    CodedConfig,
+    CodedPass,
+    Plane,
+    check_coded,
+    config_for,
+    rows_of,
+)
+from kernels_pallas.quantized.key_blocks import (
+    Buffers,
+    Chosen,
+    Geometry,
+    KeyBlock,
+    Source,
+    Span,
+    Stream,
+    block_shape,
+    spread_down,
+    view_blocks,
+)
+from kernels_pallas.quantized.queries import arrange_gains, arrange_queries
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.quantized.unpack import columns, unpacked
+from kernels_pallas.quantized.unpack import unpacked
 
 LARGEST_SUM = 2.0**60
 """Sum of probabilities, relative to the first block's, above which the running maximum is needed."""
@@ -60,7 +81,8 @@ def coded_attention(
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
-    gains: Float[Array, "B N _"] | None = None,
+    gains: Float[Array, "B N blocks"] | None = None,
+    blocks: Int[Array, "B K n"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
@@ -75,8 +97,8 @@ def coded_attention(
       scale: factor on the scores, 1/√H of the original head dimension.
       slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
       block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
-      gains: what scaled scores gain, float32: in each block of 64 slots, [B, N, S/64], or for each entry of
-        `slots`, [B, N, n].
+      gains: what scaled scores gain in each block of keys, float32; without `slots`, of 64 slots.
+      blocks: block of `gains` of each entry of `slots`, int32; None means slot / 64.
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -87,97 +109,129 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains, "config": config}
-    parts = coded_parts(q, keys, values, begin, end, scale=scale, **given)
+    queries = CodedPass(q, keys, values, begin, end, slots, block_table, gains, blocks, config)
+    (parts,) = coded_parts([queries], scale=scale)
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
-def coded_parts(
-    q: Float[Array, "B N R"],
-    keys: Sequence[Plane],
-    values: Plane,
-    begin: Int[Array, " B"],
-    end: Int[Array, " B"],
-    *,
-    scale: float,
-    slots: Int[Array, "B K n"] | None = None,
-    block_table: Int[Array, "B pages"] | None = None,
-    gains: Float[Array, "B N _"] | None = None,
-    config: CodedConfig | None = None,
-) -> Parts:
-    """Compute `coded_attention` without merging the parts; errors are the same."""
-    given: dict[str, Any] = {"slots": slots, "block_table": block_table, "gains": gains}
-    check_coded(q, keys, values, begin, end, config=config, **given)
+def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
+    """Compute `coded_attention` over the keys of each pass without merging, in one launch.
+
+    All passes have the same sequences and KV heads. Whole stores should come before lists: the compiler then
+    needs fewer registers. Errors are those of `coded_attention`.
+    """
+    shapes = {rows_of(each.values.reach, each.block_table)[:2] for each in passes}
+    if len(shapes) != 1:
+        raise ValueError(f"passes have sequences and KV heads {sorted(shapes)}: must be the same")
+    for each in passes:
+        check_coded(*each)
+    arrays, forms = zip(*map(_divide, passes), strict=True)
+    return _launch(arrays, forms=forms, scale=scale)
+
+
+class _Arrays(NamedTuple):
+    """Arrays of a `CodedPass`; `planes` are levels and scales of keys, then of values."""
+
+    q: Array
+    planes: Sequence[tuple[Array, Array]]
+    begin: Array
+    end: Array
+    slots: Array | None
+    block_table: Array | None
+    gains: Array | None
+    blocks: Array | None
+
+
+class _Form(NamedTuple):
+    """Static part of a `CodedPass`: bits of each plane, and the config."""
+
+    bits: tuple[int, ...]
+    config: CodedConfig
+
+
+def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
+    """Divide a checked pass into arrays and their static form."""
+    q, keys, values, begin, end, slots, block_table, gains, blocks, config = given
+    planes = [*keys, values]
+    arrays = [(plane.levels, plane.reach) for plane in planes]
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
-    planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
-    bits = tuple(plane.bits for plane in (*keys, values))
-    arrays = q, planes, begin, end, slots, block_table, gains
-    return _launch(*arrays, bits=bits, scale=scale, config=config)
+    form = _Form(tuple(plane.bits for plane in planes), config)
+    return _Arrays(q, arrays, begin, end, slots, block_table, gains, blocks), form
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
-def _launch(
-    q: Array,
-    planes: Sequence[tuple[Array, Array]],
-    begin: Array,
-    end: Array,
-    slots: Array | None,
-    block_table: Array | None,
-    gains: Array | None,
-    *,
-    bits: tuple[int, ...],
-    scale: float,
-    config: CodedConfig,
-) -> Parts:
-    """Launch `coded_parts` on checked arguments; `planes` are levels and scales of keys, then of values."""
-    widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
-    B, K, S = rows_of(planes[0][1], block_table)
-    N, Z, page = q.shape[1], widths[-1], planes[0][1].shape[2]
-    G = N // K
-    more = [] if block_table is None else [block_table]
+@functools.partial(jax.jit, static_argnames=("forms", "scale"))
+def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) -> list[Parts]:
+    """Launch `coded_parts` on checked arguments."""
+    prepared = [_prepare(*each, scale) for each in zip(passes, forms, strict=True)]
+    geometries = [g for g, _ in prepared]
+    B, K = len(passes[0].q), geometries[0].K
+    sizes = [(B, K, g.parts, *each) for g in geometries for each in ((g.widths[-1], g.columns), (g.columns,))]
+    found = plgpu.kernel(
+        functools.partial(_kernel, passes=[(g, len(operands)) for g, operands in prepared]),
+        out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
+        grid=(B * K, sum(g.parts for g in geometries)),
+        grid_names=("head", "part"),
+        kernel_name="zdc_coded_decode",
+        # The kernel places its own barriers between writes and reads of shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*(operand for _, operands in prepared for operand in operands))
+    return [
+        Parts(o, lse, order=tuple(map(int, g.order(-1))), transposed=True)
+        for g, o, lse in zip(geometries, found[::2], found[1::2], strict=True)
+    ]
+
+
+def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, list[Array]]:
+    """Return the static shape of a pass, and its operands as the kernel reads them."""
+    q, planes, begin, end, slots, block_table, gains, blocks = given
+    widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, form.bits, strict=True))
+    (_, K, S), page = rows_of(planes[0][1], block_table), planes[0][1].shape[2]
+    if q.ndim == 3:
+        q = arrange_queries(q, K, list(zip(widths, form.bits, strict=True))[:-1])
+    if gains is not None and gains.ndim == 3:
+        gains = arrange_gains(gains, K)
+    lists = []
     if slots is not None:
+        if gains is not None:
+            of_gains = jnp.clip(slots // BLOCK if blocks is None else blocks, 0, gains.shape[2] - 1)
+            lists = [_in_blocks(of_gains, 0)]
         if block_table is not None:
             slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
             planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]
             S = planes[0][1].size
         # Slot S is out of range, so padding is ignored.
-        slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
-        more = [slots.astype(jnp.int32).reshape(B, K, -1, BLOCK)]
-    if gains is not None:
-        more.append(_arrange_gains(gains, K, listed=slots is not None))
-    g = _Geometry(
+        lists = [_in_blocks(slots, S), *lists]
+    g = Geometry(
         K=K,
         S=S,
         page=0 if block_table is None else page,
-        chosen=0 if slots is None else slots.shape[2],
-        columns=_columns_of(G),
+        chosen=lists[0].shape[2] * BLOCK if lists else 0,
+        columns=q.shape[2],
         gains=gains is not None,
         widths=widths,
-        bits=bits,
+        bits=form.bits,
         scale=scale,
-        parts=config.splits,
-        stages=config.stages,
+        parts=form.config.splits,
+        stages=form.config.stages,
     )
-    partial, lse = plgpu.kernel(
-        functools.partial(_kernel, g=g),
-        out_type=[
-            jax.ShapeDtypeStruct((B, K, g.parts, Z, g.columns), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, g.parts, g.columns), jnp.float32),
-        ],
-        grid=(B * K, g.parts),
-        grid_names=("head", "part"),
-        kernel_name="zdc_coded_decode",
-        # The kernel places its own barriers between writes and reads of shared memory.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(
+    table = [] if g.chosen or block_table is None else [block_table]
+    return g, [
         begin.astype(jnp.int32),
         end.astype(jnp.int32),
-        _queries(q, g),
-        *(levels if g.chosen else _blocks(levels) for levels, _ in planes),
+        q,
+        *(levels if g.chosen else view_blocks(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
-        *more,
-    )
-    return Parts(partial, lse, order=tuple(map(int, g.order(-1))), transposed=True)
+        *lists,
+        *table,
+        *([] if gains is None else [gains]),
+    ]
+
+
+def _in_blocks(entries: Array, fill: int) -> Array:
+    """Divide the entries of lists [B, K, n] into blocks, int32 [B, K, ⌈n/64⌉, 64], padded with `fill`."""
+    B, K, n = entries.shape
+    padded = jnp.pad(entries, ((0, 0), (0, 0), (0, -n % BLOCK)), constant_values=fill)
+    return padded.astype(jnp.int32).reshape(B, K, -1, BLOCK)
 
 
 def _in_pool(
@@ -201,154 +255,77 @@ def _in_pool(
     return jnp.where(counts, found, -1), jnp.zeros_like(last), last
 
 
-class _Geometry(NamedTuple):
-    """Static shape of a launch.
+def _kernel(*refs: Any, passes: Sequence[tuple[Geometry, int]]) -> None:
+    """Run one CTA: a part of one pass; `passes` have the numbers of their operands."""
+    rest = iter(refs)
+    inputs = [list(itertools.islice(rest, count)) for _, count in passes]
+    runs = [
+        (g.parts, functools.partial(_run, operands, [next(rest), next(rest)], g))
+        for (g, _), operands in zip(passes, inputs, strict=True)
+    ]
+    _run_one(runs, lax.axis_index("part"))
 
-    A list of slots in pages indexes all S slots of the pool, as if they were of one head of one sequence.
 
-    Attributes:
-      K: KV heads.
-      S: slots of a sequence.
-      page: slots per page; 0 without a block table.
-      chosen: length of the list of slots; 0 without a list.
-      columns: query heads per KV head, padded to eight or sixteen.
-      gains: whether scores have gains.
-      widths: coordinates of each plane.
-      bits: bits of each plane.
-      scale: factor on the scores.
-      parts: parts of the keys.
-      stages: blocks of keys in flight.
+def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -> None:
+    """Run the pass that a part belongs to.
+
+    With both branches of one condition, the compiler needs fewer registers than with two conditions.
     """
-
-    K: int
-    S: int
-    page: int
-    chosen: int
-    columns: int
-    gains: bool
-    widths: tuple[int, ...]
-    bits: tuple[int, ...]
-    scale: float
-    parts: int
-    stages: int
-
-    def order(self, plane: int) -> np.ndarray:
-        """Return the coordinate of each column of an unpacked plane."""
-        return columns(self.widths[plane], self.bits[plane])
-
-    @property
-    def key_columns(self) -> list[Any]:
-        """Coordinates of each plane of keys, as slices of all key coordinates."""
-        begins = itertools.accumulate(self.widths[:-2], initial=0)
-        return [pl.ds(begin, width) for begin, width in zip(begins, self.widths[:-1], strict=True)]
+    (parts, run), *others = runs
+    if others:
+        lax.cond(part < parts, lambda: run(part), lambda: _run_one(others, part - parts))
+    else:
+        run(part)
 
 
-def _queries(q: Array, g: _Geometry) -> Array:
-    """Arrange queries as [B, K, columns, C], in the order of unpacked coordinates.
-
-    Missing heads are zeros.
-    """
-    B, N, _ = q.shape
-    G = N // g.K
-    order = np.concatenate([at.start + g.order(plane) for plane, at in enumerate(g.key_columns)])
-    groups = q[..., order].reshape(B, g.K, G, -1)
-    return jnp.pad(groups, ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
-
-
-def _columns_of(G: int) -> int:
-    """Return the columns of the products for G query heads per KV head."""
-    return -(-G // 8) * 8
-
-
-def _arrange_gains(gains: Array, K: int, *, listed: bool) -> Array:
-    """Arrange gains [B, N, n] in base 2, [B, K, n, columns]; for listed slots [B, K, n/64, 64, columns].
-
-    Missing heads and slots are zeros.
-    """
-    B, N, n = gains.shape
-    columns = _columns_of(N // K) - N // K
-    by_key = (gains * LOG2_E).astype(jnp.float32).reshape(B, K, N // K, n).swapaxes(2, 3)
-    by_key = jnp.pad(by_key, ((0, 0), (0, 0), (0, -n % BLOCK if listed else 0), (0, columns)))
-    return by_key.reshape(B, K, -1, BLOCK, by_key.shape[-1]) if listed else by_key
-
-
-def _blocks(levels: Array) -> Array:
-    """View [B, K, S, P] as blocks of keys [B, K, S/64, 64·P/L, L] with L ≤ 256, without a copy.
-
-    Rows of an asynchronous copy must have a multiple of 16 bytes.
-    """
-    B, K, S, P = levels.shape
-    return levels.reshape(B, K, S // BLOCK, *_block_shape(P))
-
-
-def _block_shape(P: int) -> tuple[int, int]:
-    several = math.gcd(P, 4)
-    return P // several, BLOCK * several
-
-
-def _kernel(*refs: Any, g: _Geometry) -> None:
+def _run(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array) -> None:
+    """Run a part of a pass in buffers that other passes do not need."""
     planes, Z = len(g.widths), g.widths[-1]
     sizes = [C * b // 8 for C, b in zip(g.widths, g.bits, strict=True)]
     pl.run_scoped(
-        functools.partial(_part, refs, g),
-        _Buffers(
+        functools.partial(_part, inputs, outputs, g, part),
+        Buffers(
             q=[
                 # Copies must begin at whole tiles.
                 tiled(g.columns, at.size, dtype=jnp.bfloat16, width=math.gcd(tile_width(at.size), at.start))
                 for at in g.key_columns
             ],
-            levels=[] if g.chosen else [plgpu.SMEM((g.stages, *_block_shape(P)), jnp.uint8) for P in sizes],
+            levels=[] if g.chosen else [plgpu.SMEM((g.stages, *block_shape(P)), jnp.uint8) for P in sizes],
             reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in sizes],
-            slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
+            lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
             gains=[plgpu.SMEM((g.stages, ALIGNED // 4), jnp.float32)] if g.gains and not g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
             o=plgpu.SMEM((Z, g.columns), jnp.float32),
             lse=plgpu.SMEM((g.columns,), jnp.float32),
             largest=plgpu.SMEM((1,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + (g.chosen > 0)),
+            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + g.lists),
             ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes + (g.gains and not g.chosen)),
         ),
     )
 
 
-class _Buffers(NamedTuple):
-    """Shared memory of a CTA."""
-
-    q: Any
-    levels: Any
-    reach: Any
-    slots: Any
-    gains: Any
-    values: Any
-    p: Any
-    o: Any
-    lse: Any
-    largest: Any
-    q_ready: Any
-    ready: Any
-
-
-def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
-    """Run one CTA: its share of the blocks of one KV head of one sequence."""
-    begin_ref, end_ref, q_ref, *others = refs
-    sources, (*more, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
-    head, part = lax.axis_index("head"), lax.axis_index("part")
+def _part(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array, at: Buffers) -> None:
+    """Compute a part: its share of the blocks of one KV head of one sequence."""
+    (begin_ref, end_ref, q_ref, *others), (o_ref, lse_ref) = inputs, outputs
+    sources, more = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
+    head = lax.axis_index("head")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
 
     def inside(slot):
         return jnp.clip(slot, 0, g.S)
 
-    span = _Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
+    span = Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
         plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
     gains = more.pop().at[b, kv] if g.gains else None
-    source: _Source
+    source: Source
+    for entries, buffer in zip(more, at.lists, strict=False):
+        plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.q_ready)
     if g.chosen:
-        plgpu.copy_gmem_to_smem(more[0].at[b, kv], at.slots[0], at.q_ready)
-        source = _Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv), gains)
+        source = Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv), gains)
     else:
-        source = _Stream(g, at, span, sources, (b, kv), gains, *more)
+        source = Stream(g, at, span, sources, (b, kv), gains, *more)
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)
@@ -364,162 +341,8 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-class _Span(NamedTuple):
-    """Blocks first ≤ i < last of a part, and the range of valid slots begin ≤ j < end."""
-
-    first: Array
-    last: Array
-    begin: Array
-    end: Array
-
-    @classmethod
-    def of(cls, g: _Geometry, begin: Array, end: Array, part: Array) -> "_Span":
-        """Divide the non-empty blocks of the store, or of the list, into equal shares."""
-        low = jnp.int32(0) if g.chosen else lax.div(begin, jnp.int32(BLOCK))
-        high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
-        count = jnp.where(end > begin, high - low, 0)
-        share = lax.div(count + (g.parts - 1), jnp.int32(g.parts))
-        first = jnp.minimum(part * share, count)
-        return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
-
-    def counts(self, slots: Array) -> Array:
-        """Return which slots are in range."""
-        return (slots >= self.begin) & (slots < self.end)
-
-
-class _Block(NamedTuple):
-    """One block of keys.
-
-    Attributes:
-      levels: function that returns the packed levels [keys, ·] of plane i.
-      reach: function that returns the scales [keys] of plane i.
-      visible: which slots are in range.
-      gains: what base-2 scores gain, [keys, columns], or None.
-    """
-
-    levels: Callable[[int], Array]
-    reach: Callable[[int], Array]
-    visible: Array
-    gains: Array | None
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Source of a part's blocks: planes in global memory, of one KV head of one sequence.
-
-    `gains` are those of this head, or None. `table` is the block table of a paged cache.
-    """
-
-    g: _Geometry
-    at: _Buffers
-    span: "_Span"
-    sources: Any
-    head: tuple[Any, Any]
-    gains: Any = None
-    table: Any = None
-
-    def begin(self) -> None:
-        """Start loading, before the first block."""
-
-    def place(self, step: Array) -> Array:
-        """Look up what `ahead` needs for a step, before its block is read."""
-        return jnp.int32(0)
-
-    def block(self, step: Array) -> _Block:
-        """Return the block of a step."""
-        raise NotImplementedError
-
-    def ahead(self, step: Array, place: Array) -> None:
-        """Start the next load, once all threads have read a step's block."""
-
-
-class _Stream(_Source):
-    """All blocks of a span, with `stages` of them in flight."""
-
-    def begin(self) -> None:
-
-        @pl.loop(self.span.first, jnp.minimum(self.span.first + self.g.stages, self.span.last))
-        def _fill(step: Array) -> None:
-            self._load(step, self._lead(step))
-
-    def place(self, step: Array) -> Array:
-        """Look up the page of the block that `ahead` loads, during the computation of the current block."""
-        return self._lead(jnp.minimum(step + self.g.stages, self.span.last - 1))
-
-    def block(self, step: Array) -> _Block:
-        slot, at = self._slot(step), self.at
-        plgpu.barrier_wait(at.ready.at[slot])
-        return _Block(
-            lambda i: block_rows(at.levels[i].at[slot], BLOCK, self.g.widths[i], self.g.bits[i]),
-            lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_ROW, optimized=False),
-            self.span.counts(_rows(self.g) + step * BLOCK),
-            self._gains_at(slot),
-        )
-
-    def _gains_at(self, slot: Array) -> Array | None:
-        if self.gains is None:
-            return None
-        columns, layout = self.g.columns, plgpu.Layout.WGMMA.reduce(0)
-        row = plgpu.load(self.at.gains[0].at[slot, pl.ds(0, columns)], layout=layout, optimized=False)
-        return _down(row, (BLOCK, columns))
-
-    def ahead(self, step: Array, place: Array) -> None:
-
-        @pl.when(step + self.g.stages < self.span.last)
-        def _() -> None:
-            self._load(step + self.g.stages, place)
-
-    def _slot(self, step: Array) -> Array:
-        return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
-
-    def _lead(self, step: Array) -> Array:
-        """Return the sequence of a step's block, or its page."""
-        if self.table is None:
-            return self.head[0]
-        return self.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
-
-    def _load(self, step: Array, lead: Array) -> None:
-        block = step if self.table is None else lax.rem(step, jnp.int32(self.g.page // BLOCK))
-        rows, slot = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK), self._slot(step)
-        levels = [(block, buffer.at[slot]) for buffer in self.at.levels]
-        reach = [(rows, buffer.at[slot, pl.ds(0, BLOCK)]) for buffer in self.at.reach]
-
-        @plgpu.warp_map
-        def _(warp: Array) -> None:
-            @pl.when(warp == 0)
-            def _() -> None:
-                for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
-                    at = source.at[lead, self.head[1], place]
-                    plgpu.copy_gmem_to_smem(at, buffer, self.at.ready.at[slot])
-                if self.gains is not None:
-                    buffer = self.at.gains[0].at[slot, pl.ds(0, self.g.columns)]
-                    plgpu.copy_gmem_to_smem(self.gains.at[step], buffer, self.at.ready.at[slot])
-
-
-class _Chosen(_Source):
-    """Blocks of listed slots. While one CTA waits for its rows, others compute."""
-
-    def block(self, step: Array) -> _Block:
-        """Issue all loads before any is used."""
-        slots = plgpu.load(self.at.slots[0].at[step], layout=PER_ROW, optimized=False)
-        visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
-        there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
-        stores, found = [source.at[*self.head] for source in self.sources], []
-        for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
-            found.append(gathered_rows(store, there, C, bits))
-        reach = [gathered_bytes(store, there) for store in stores[len(found) :]]
-        gains = None
-        if self.gains is not None:
-            gains = plgpu.load(self.gains.at[step], layout=plgpu.Layout.WGMMA, optimized=False)
-        return _Block(found.__getitem__, reach.__getitem__, visible, gains)
-
-
-def _rows(g: _Geometry) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, (BLOCK, g.columns), 0, layout=plgpu.Layout.WGMMA)
-
-
 def _accumulate(
-    g: _Geometry, at: _Buffers, span: _Span, settled: Array, source: _Source
+    g: Geometry, at: Buffers, span: Span, settled: Array, source: Source
 ) -> tuple[Array, Array, Array]:
     """Accumulate the part's blocks; the maximum is that of the blocks before `settled`.
 
@@ -544,7 +367,7 @@ def _accumulate(
 
 
 def _add_block(
-    g: _Geometry, at: _Buffers, block: _Block, have_read: Callable[[], None], carry: Any, running: bool
+    g: Geometry, at: Buffers, block: KeyBlock, have_read: Callable[[], None], carry: Any, running: bool
 ) -> Any:
     """Add one block to the softmax; `l` is summed over keys at the end.
 
@@ -568,8 +391,8 @@ def _add_block(
     if running:
         highest = jnp.maximum(m, scores.max(axis=0))
         alpha, m = jnp.exp2(m - highest), highest
-        acc, l = acc * _down(alpha, acc.shape), l * _down(alpha, shape)
-    p = jnp.exp2(scores - _down(m, shape))
+        acc, l = acc * spread_down(alpha, acc.shape), l * spread_down(alpha, shape)
+    p = jnp.exp2(scores - spread_down(m, shape))
     # Slots out of range may contain NaN.
     weights = jnp.where(block.visible, p * steps(last), 0.0).astype(jnp.bfloat16)
     at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -600,13 +423,8 @@ def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
 
 
-def _down(x: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast one value per column to all rows."""
-    return lax.broadcast_in_dim(x, shape, [1])
-
-
-def _store(g: _Geometry, at: _Buffers, acc: Array, m: Array, l: Array) -> None:
-    at.o[...] = acc * _down(jnp.where(l == 0, 0.0, 1.0 / l), acc.shape)
+def _store(g: Geometry, at: Buffers, acc: Array, m: Array, l: Array) -> None:
+    at.o[...] = acc * spread_down(jnp.where(l == 0, 0.0, 1.0 / l), acc.shape)
     at.lse[...] = jnp.where(l == 0, -jnp.inf, m / LOG2_E + jnp.log(l))
     at.largest[...] = lax.broadcast_in_dim(l.max(axis=0), (1,), [])
     plgpu.commit_smem()

@@ -65,6 +65,25 @@ class CodedConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
+class CodedPass(NamedTuple):
+    """Quantized keys and values, and the queries that read them: the arguments of `coded_attention`.
+
+    Queries and gains may be arranged already (`kernels_pallas.quantized.queries`), [B, K, columns, R] and
+    [B, K, blocks, columns].
+    """
+
+    q: Array
+    keys: Sequence[Plane]
+    values: Plane
+    begin: Array
+    end: Array
+    slots: Array | None = None
+    block_table: Array | None = None
+    gains: Array | None = None
+    blocks: Array | None = None
+    config: CodedConfig | None = None
+
+
 def config_for(
     keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
 ) -> CodedConfig:
@@ -96,10 +115,10 @@ def check_coded(
     values: Plane,
     begin: Shaped,
     end: Shaped,
-    *,
     slots: Shaped | None = None,
     block_table: Shaped | None = None,
     gains: Shaped | None = None,
+    blocks: Shaped | None = None,
     config: CodedConfig | None = None,
 ) -> None:
     """Check the arguments of `coded_attention`; errors are those it documents."""
@@ -112,12 +131,9 @@ def check_coded(
     if block_table is not None:
         common.check_table(block_table, q.shape[0], values.reach, multiple)
     (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
-    common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
+    _check_queries(q, B, K, sum(plane.width for plane in keys))
     common.check_sizes(B=B, N=q.shape[1], S=S)
-    common.check_groups(q.shape[1], K)
     common.check_caches(B, K)
-    if q.shape[1] // K > MOST_HEADS:
-        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
     if S % multiple:
         raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
@@ -127,15 +143,41 @@ def check_coded(
     for name, x in (("begin", begin), ("end", end)):
         common.check_integers(name, x, (B,), "B")
     if gains is not None:
-        shape = (B, q.shape[1], S // BLOCK if slots is None else slots.shape[2])
-        common.check_shape("gains", gains, shape, "B, N, S/64, or B, N, n with slots")
+        _check_gains(gains, q, B, K, S // BLOCK if slots is None else None)
     if slots is None:
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")
+    if blocks is not None:
+        common.check_integers("blocks", blocks, slots.shape, "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
         raise ValueError(f"slots has {slots.shape[2]} per KV head: must be from 1 to {MOST_SLOTS}")
     if block_table is not None and values.reach.size > MOST_ROWS:
         raise ValueError(f"the pool has {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
+
+
+def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
+    """Raise `ValueError` unless `q` has the shape of queries, arranged or not."""
+    if len(q.shape) == 4:
+        common.check_shape("q", q, (B, K, None, R), "B, K, columns, R")
+        if q.shape[2] not in (8, MOST_HEADS):
+            raise ValueError(f"q has {q.shape[2]} columns per KV head: must be 8 or {MOST_HEADS}")
+        return
+    common.check_shape("q", q, (B, None, R), "B, N, R")
+    common.check_groups(q.shape[1], K)
+    if q.shape[1] // K > MOST_HEADS:
+        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
+
+
+def _check_gains(gains: Shaped, q: Shaped, B: int, K: int, blocks: int | None) -> None:
+    """Raise `ValueError` unless `gains` has the shape of gains, arranged or not; None allows any blocks."""
+    if len(gains.shape) == 4:
+        columns = q.shape[2] if len(q.shape) == 4 else -(-(q.shape[1] // K) // 8) * 8
+        common.check_shape("gains", gains, (B, K, blocks, columns), "B, K, blocks, columns")
+    else:
+        common.check_shape(
+            "gains", gains, (B, q.shape[1] if len(q.shape) == 3 else None, blocks), "B, N, blocks"
+        )
+    common.check_sizes(blocks=gains.shape[2])
 
 
 def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:

@@ -67,6 +67,25 @@ def gathered_bytes(store: Any, slots: Array) -> Array:
     return gather(store, slots)
 
 
+def gathered_gains(store: Any, rows: Array, columns: int) -> Array:
+    """Load `rows` [M] of float32 [n, columns] from global memory, in the wgmma layout."""
+    out = plgpu.ShapeDtypeStruct((rows.shape[0], columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_ROW), return_type=out)
+    def gather(_: Any, store: Any, rows: Any) -> Any:
+        layout, pair = plgpu.Layout.WGMMA.to_mgpu(), ir.VectorType.get((2,), ir.F32Type.get())
+        registers = np.empty(layout.registers_shape(out.shape), dtype=object)
+        thread = arith.remui(mgpu.utils.thread_idx(), _int(QUAD))
+        first = _at(_global(store), _times(thread, 8))
+        for half in range(2):
+            row = _at(first, _times(_wide(_scalar(rows.registers[0, 0, half, 0, 0])), 4 * columns))
+            for tile in range(columns // 8):
+                registers[0, tile, 0, 0, half, 0, 0, 0, 0] = llvm.load(pair, _at(row, _int(32 * tile)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return gather(store, rows)
+
+
 def _raw(M: int, C: int, bits: int) -> plgpu.ShapeDtypeStruct:
     """Describe the loaded words: each takes eight columns, two 16-bit elements for each of four threads."""
     return plgpu.ShapeDtypeStruct((M, 8 * words_of(C, bits)), jnp.uint16, layout=plgpu.Layout.WGMMA)

@@ -1,16 +1,18 @@
 """New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-    grid: (K, ⌈B/16⌉, G + 2), Triton; 4 warps per program
-    part < G:    queries of one head:   RoPE → basis → store
-    part = G:    keys of one KV head:   RoPE → basis → quantize → store and ring
-    part = G+1:  values of one KV head: quantize → store and ring
+    grid: (K, ⌈B/16⌉, parts), Triton; 4 warps per program
+    G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
+    planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
+    planes of the store, and ring: values of one KV head: quantize → plane or ring
 
 Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
 integers as in `encode`, and written to their slots of the store and of the ring of near tokens. No other pass
 over the new tokens follows.
 
-The kernel serves one token per sequence, where launches dominate the time. A program keeps its values in
-registers from the product with the basis to the packed levels. It issues all loads before it waits for any.
+The kernel serves one token per sequence, where launches dominate the time. Its longest chain are reductions
+of keys, which cross warps after the product. So each plane and the ring have their own program, and several
+programs compute the same product. A program keeps its values in registers from the product with the basis to
+the packed levels. It issues all loads before it waits for any.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_turn_and_store` raises, and `post_rope` and XLA
 do the work.
@@ -31,6 +33,7 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.quantized.encode import coded, packed
 from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.queries import PlaneForm, columns_of, place_of
 from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 ROWS = 16
@@ -69,6 +72,20 @@ class Stored(NamedTuple):
     ring: Array | Plane
 
 
+class TurnedQueries(NamedTuple):
+    """Queries after rotary embedding and basis.
+
+    Attributes:
+      plain: queries, [B, N, H].
+      far: queries arranged for the planes of the store (`arrange_queries`), [B, K, columns, coordinates].
+      near: queries arranged for the ring; None if the ring has 16 bits.
+    """
+
+    plain: Array
+    far: Array
+    near: Array | None
+
+
 class _Form(NamedTuple):
     """Static shape of a `Stored`.
 
@@ -84,6 +101,21 @@ class _Form(NamedTuple):
     def arrays(self) -> int:
         """Number of arrays."""
         return 2 * len(self.planes) + (1 if self.ring == 16 else 2)
+
+    def read_by(self, width: int) -> list[list[PlaneForm]]:
+        """Return coordinates and bits of the planes of the store; then those of a ring of integers."""
+        store = [(C, bits) for bits, C in self.planes]
+        return [store] if self.ring == 16 else [store, [(width, self.ring)]]
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that write: one for each plane of the store, and one for the ring."""
+        return len(self.planes) + 1
+
+    def destinations(self, width: int) -> list[list[tuple[int, int]]]:
+        """Return the spans of coordinates that each program writes."""
+        spans = self.spans(width)
+        return [*spans[:-1], [span for each in spans for span in each]]
 
     def spans(self, width: int) -> list[list[tuple[int, int]]]:
         """Return begins and widths of parts of each plane's coordinates, and of those without a plane."""
@@ -111,10 +143,19 @@ class _Geometry(NamedTuple):
     v: _Form
 
 
+def join_heads(
+    q: Float[Array, "*B N H"], k: Float[Array, "*B K H"], v: Float[Array, "*B K Hv"]
+) -> list[Array]:
+    """Return the heads of new tokens as `turn_and_store` reads them: in one array if all are equally wide.
+
+    XLA copies its products into that array once. Duplicate a single token before them: a vector product would
+    be summed within the concatenation, slowly, one element per thread.
+    """
+    return [jnp.concatenate([q, k, v], axis=-2)] if q.shape[-1] == v.shape[-1] else [q, k, v]
+
+
 def turn_and_store(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K Hv"],
+    heads: Sequence[Float[Array, "B _ _"]],
     turning: Turning,
     k_stored: Stored,
     v_stored: Stored,
@@ -125,15 +166,14 @@ def turn_and_store(
     window: int,
     block_table: Int[Array, "B pages"] | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B N H"], Stored, Stored]:
+) -> tuple[TurnedQueries, Stored, Stored]:
     """Rotate new queries and keys, and store keys and values; other slots keep their contents.
 
     Each sequence's token goes to its start, if that is below `ends`.
 
     Args:
-      q: queries, bfloat16 or float16, as projected.
-      k: keys, like `q`.
-      v: values, like `q`.
+      heads: queries [B, N, H], keys [B, K, H] and values [B, K, Hv] as projected, bfloat16 or float16; or all
+        in this order in one array (`join_heads`).
       turning: rotary embedding and basis.
       k_stored: cache of rotated keys.
       v_stored: cache of values.
@@ -146,20 +186,19 @@ def turn_and_store(
       interpret: whether to run on any device, slowly.
 
     Returns:
-      Rotated queries, and both caches, in the same memory if their arrays are donated.
+      Rotated queries in all forms that attention reads, and both caches, in the same memory if their arrays
+      are donated.
 
     Raises:
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    near: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": block_table}
-    check_turn_and_store(q, k, v, turning, k_stored, v_stored, starts, ends, **near)
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": block_table}
+    check_turn_and_store(heads, turning, k_stored, v_stored, starts, ends, **options)
     forms = _form(k_stored), _form(v_stored)
     arrays = _arrays(k_stored), _arrays(v_stored)
-    turned, *found = _launch(
-        q,
-        k,
-        v,
+    (plain, far, *near), *found = _launch(
+        list(heads),
         turning,
         arrays,
         starts,
@@ -170,13 +209,11 @@ def turn_and_store(
         interpret=interpret,
     )
     k_stored, v_stored = (_stored(*pair) for pair in zip(forms, found, strict=True))
-    return turned, k_stored, v_stored
+    return TurnedQueries(plain, far, *(near or [None])), k_stored, v_stored
 
 
 def check_turn_and_store(
-    q: Shaped,
-    k: Shaped,
-    v: Shaped,
+    heads: Sequence[Shaped],
     turning: Turning,
     k_stored: Stored,
     v_stored: Stored,
@@ -190,14 +227,9 @@ def check_turn_and_store(
     """Check the arguments of `turn_and_store`; errors are those it documents."""
     common.check_device()
     check_back_end()
-    common.check_shape("k", k, (None,) * 3, "B, K, H")
-    B, K, H = k.shape
-    if H not in HEADS:
-        raise ValueError(f"k has {H} coordinates: must be one of {HEADS}")
-    common.check_dtypes(k=k, q=q, v=v)
-    common.check_shape("q", q, (B, None, H), "B, N, H")
-    common.check_groups(q.shape[1], K)
-    common.check_shape("v", v, (B, K, None), "B, K, Hv")
+    K, H = turning.k.shape[:2]
+    k, Hv = _check_heads(heads, K, H)
+    B, N = k.shape[0], max(0, heads[0].shape[1] - (2 * K if len(heads) == 1 else 0))
     for name in ("cos", "sin"):
         common.check_shape(f"turning.{name}", getattr(turning, name), (B, H // 2), "B, H/2")
     for name in ("q", "k"):
@@ -213,9 +245,9 @@ def check_turn_and_store(
     lead, _, slots = k_stored.planes[0].reach.shape
     if block_table is not None:
         common.check_table(block_table, B, k_stored.planes[0].reach, 1)
-    common.check_sizes(B=B, N=q.shape[1], S=slots)
+    common.check_sizes(B=B, N=N, S=slots)
     tokens = B if block_table is None else lead, K, slots
-    for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, v.shape[2])):
+    for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, Hv)):
         for i, plane in enumerate(stored.planes):
             check_plane(f"{name}.planes[{i}]", plane, tokens)
             check_offsets(f"{name}.planes[{i}]", plane)
@@ -224,6 +256,27 @@ def check_turn_and_store(
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_integers(name, row, (B,), "B")
+
+
+def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
+    """Return an array with keys, and the width of values; raise `ValueError` for wrong heads."""
+    if H not in HEADS:
+        raise ValueError(f"turning.k has {H} coordinates: must be one of {HEADS}")
+    if len(heads) == 1:
+        (x,) = heads
+        common.check_shape("heads[0]", x, (None, None, H), "B, N + 2K, H")
+        common.check_dtypes(**{"heads[0]": x})
+        common.check_groups(max(0, x.shape[1] - 2 * K), K)
+        return x, H
+    if len(heads) != 3:
+        raise ValueError(f"heads has {len(heads)} arrays: must be 1, or 3 of queries, keys and values")
+    q, k, v = heads
+    common.check_shape("heads[0]", q, (None, None, H), "B, N, H")
+    common.check_shape("heads[1]", k, (q.shape[0], K, H), "B, K, H")
+    common.check_shape("heads[2]", v, (q.shape[0], K, None), "B, K, Hv")
+    common.check_dtypes(**{f"heads[{i}]": x for i, x in enumerate(heads)})
+    common.check_groups(q.shape[1], K)
+    return k, v.shape[2]
 
 
 def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:
@@ -266,9 +319,7 @@ def _stored(form: _Form, arrays: Sequence[Array]) -> Stored:
 
 @functools.partial(jax.jit, static_argnames=("forms", "near", "interpret"))
 def _launch(
-    q: Array,
-    k: Array,
-    v: Array,
+    heads: list[Array],
     turning: Turning,
     arrays: tuple[list[Array], list[Array]],
     starts: Array,
@@ -278,36 +329,38 @@ def _launch(
     forms: tuple[_Form, _Form],
     near: tuple[int, int],
     interpret: bool,
-) -> tuple[Array, list[Array], list[Array]]:
-    """Launch `turn_and_store` on checked arguments."""
-    B, K, H = k.shape
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Launch `turn_and_store` on checked arguments; the first arrays are those of `TurnedQueries`."""
+    (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
     g = _Geometry(
         B=B,
         S=rows_of(arrays[0][1], block_table)[2],
-        G=q.shape[1] // K,
+        G=heads_of_first // K - (2 if len(heads) == 1 else 0),
         H=H,
         near=near,
         paged=block_table is not None,
-        # XLA merges the three products into one array, copied once at most. Duplicate a single token there:
-        # its vector product would be summed within the concatenation, slowly, one element per thread.
-        together=v.shape[2] == H,
+        together=len(heads) == 1,
         k=forms[0],
         v=forms[1],
     )
-    given = [jnp.concatenate([q, k, v], axis=1)] if g.together else [q, k, v]
+    given = [*heads]
     given += [turning.q, turning.k, turning.cos, turning.sin]
     given += [starts.astype(jnp.int32), ends.astype(jnp.int32)]
     given += [] if block_table is None else [block_table]
     held = [*arrays[0], *arrays[1]]
-    turned, *found = pl.pallas_call(
+    arranged = [(B, K, columns_of(g.G), sum(C for C, _ in form)) for form in g.k.read_by(H)]
+    shapes = (B, K * g.G, H), *arranged
+    queries = [jax.ShapeDtypeStruct(dims, heads[0].dtype) for dims in shapes]
+    found = pl.pallas_call(
         functools.partial(_kernel, g=g),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *held)],
-        grid=(K, pl.cdiv(B, ROWS), g.G + 2),
-        input_output_aliases={len(given) + i: 1 + i for i in range(len(held))},
+        out_shape=[*queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)],
+        grid=(K, pl.cdiv(B, ROWS), g.G + g.k.programs + g.v.programs),
+        input_output_aliases={len(given) + i: len(queries) + i for i in range(len(held))},
         compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="zdc_turn_and_store",
     )(*given, *held)
+    turned, found = found[: len(queries)], found[len(queries) :]
     return turned, found[: len(arrays[0])], found[len(arrays[0]) :]
 
 
@@ -321,7 +374,9 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     q_basis, k_basis, cos, sin, starts, ends = take(6)
     (table,) = take(1) if g.paged else (None,)
     take(g.k.arrays + g.v.arrays)  # These share memory with the results.
-    (q_out,), k_held, v_held = take(1), take(g.k.arrays), take(g.v.arrays)
+    forms = g.k.read_by(g.H)
+    (q_out,), arranged = take(1), list(zip(forms, take(len(forms)), strict=True))
+    k_held, v_held = take(g.k.arrays), take(g.v.arrays)
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
     first_k, first_v = (K * g.G, K * (g.G + 1)) if g.together else (0, 0)
     rows = _Rows(g, pl.program_id(1) * ROWS + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0))
@@ -330,22 +385,29 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     def _queries() -> None:
         head, spans = kv * g.G + part, pieces(g.H)
         turned = rows.turned(q_ref, head, (cos, sin), q_basis, kv, spans)
+        for _, out in arranged:
+            rows.fill_missing(out, kv, part)
         for (begin, _), x in zip(spans, turned, strict=True):
             rows.put(q_out, head, begin, x.astype(q_out.dtype))
+            for form, out in arranged:
+                rows.put_arranged(out, kv, part, begin, x.astype(out.dtype), form)
 
-    @pl.when(part == g.G)
-    def _keys() -> None:
-        places = rows.places(starts, ends, table, k_held[0].shape)
-        spans = [span for each in g.k.spans(g.H) for span in each]
+    def put_keys(index: int) -> None:
+        spans = g.k.destinations(g.H)[index]
         turned = rows.turned(k_ref, first_k + kv, (cos, sin), k_basis, kv, spans)
-        _keep(places, kv, [x.astype(k_ref.dtype) for x in turned], g.k, g.H, k_held)
+        places = rows.places(starts, ends, table, k_held[0].shape)
+        _put(places, kv, [x.astype(k_ref.dtype) for x in turned], spans, g.k, k_held, index)
 
-    @pl.when(part == g.G + 1)
-    def _values() -> None:
-        places, width = rows.places(starts, ends, table, v_held[0].shape), v_ref.shape[2]
-        spans = [span for each in g.v.spans(width) for span in each]
+    def put_values(index: int) -> None:
+        spans = g.v.destinations(v_ref.shape[2])[index]
+        places = rows.places(starts, ends, table, v_held[0].shape)
         x = [rows.get(v_ref, *span, first_v + kv) for span in spans]
-        _keep(places, kv, x, g.v, width, v_held)
+        _put(places, kv, x, spans, g.v, v_held, index)
+
+    for index in range(g.k.programs):
+        pl.when(part == g.G + index)(functools.partial(put_keys, index))
+    for index in range(g.v.programs):
+        pl.when(part == g.G + g.k.programs + index)(functools.partial(put_values, index))
 
 
 class _Places(NamedTuple):
@@ -387,6 +449,23 @@ class _Rows(NamedTuple):
         """Store into one head; the inverse of `get`."""
         at = ref.at[self.row, head, _columns(begin, x.shape[1])]
         plt.store(at, x, mask=jnp.broadcast_to(self.there, x.shape))
+
+    def put_arranged(
+        self, ref: Any, kv: Array, member: Array, begin: int, x: Array, form: Sequence[PlaneForm]
+    ) -> None:
+        """Store coordinates of one head of a group into arranged queries [B, K, columns, R]."""
+        coordinate = _columns(begin, x.shape[1])
+        mask = self.there & (coordinate < ref.shape[3])
+        plt.store(ref.at[self.row, kv, member, place_of(coordinate, form)], x, mask=mask)
+
+    def fill_missing(self, ref: Any, kv: Array, member: Array) -> None:
+        """Store zeros into a share of the columns of arranged queries that no head has."""
+        _, _, count, R = ref.shape
+        for column in range(self.g.G, count, self.g.G):
+            for begin, width in pieces(R):
+                at = ref.at[self.row, kv, member + column, _columns(begin, width)]
+                mask = jnp.broadcast_to(self.there & (member + column < count), (ROWS, width))
+                plt.store(at, jnp.zeros((ROWS, width), ref.dtype), mask=mask)
 
     def turned(
         self,
@@ -437,24 +516,30 @@ def _columns(begin: int, width: int) -> Array:
     return begin + lax.broadcasted_iota(jnp.int32, (1, width), 1)
 
 
-def _keep(
-    places: _Places, kv: Array, x: Sequence[Array], form: _Form, width: int, held: Sequence[Any]
+def _put(
+    places: _Places,
+    kv: Array,
+    x: Sequence[Array],
+    spans: Sequence[tuple[int, int]],
+    form: _Form,
+    held: Sequence[Any],
+    index: int,
 ) -> None:
-    """Write keys or values `x`, split by the spans of the form, to the store and the ring."""
-    refs, new, near = iter(held), iter(x), (places.row, kv, places.near_slot)
-    for spans, (bits, C) in zip(form.spans(width), form.planes, strict=False):
-        first, _ = spans[0]
-        given = [(begin - first, next(new)) for begin, _ in spans]
-        _put_coded(given, C, bits, next(refs), next(refs), (places.lead, kv, places.slot), places.kept)
-    begins = [begin for each in form.spans(width) for begin, _ in each]
-    if form.ring < 16:
-        given = list(zip(begins, x, strict=True))
-        _put_coded(given, width, form.ring, next(refs), next(refs), near, places.near)
-        return
-    ring = next(refs)
-    for begin, piece in zip(begins, x, strict=True):
-        mask = jnp.broadcast_to(places.near, piece.shape)
-        plt.store(ring.at[*near, _columns(begin, piece.shape[1])], piece, mask=mask)
+    """Write spans of keys or values to one destination of the form: a plane of the store, or the ring."""
+    near, begins = (places.row, kv, places.near_slot), [begin for begin, _ in spans]
+    pieces = [(begin - begins[0], piece) for begin, piece in zip(begins, x, strict=True)]
+    width = sum(size for _, size in spans)
+    if index < len(form.planes):
+        levels, reach = held[2 * index : 2 * index + 2]
+        at = places.lead, kv, places.slot
+        _put_coded(pieces, width, form.planes[index][0], levels, reach, at, places.kept)
+    elif form.ring < 16:
+        levels, reach = held[-2:]
+        _put_coded(pieces, width, form.ring, levels, reach, near, places.near)
+    else:
+        for begin, piece in pieces:
+            mask = jnp.broadcast_to(places.near, piece.shape)
+            plt.store(held[-1].at[*near, _columns(begin, piece.shape[1])], piece, mask=mask)
 
 
 def _put_coded(

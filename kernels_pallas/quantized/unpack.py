@@ -14,7 +14,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -68,6 +68,16 @@ def columns(C: int, bits: int) -> np.ndarray:
     tile, thread, half = np.unravel_index(np.arange(C), (C // 8, QUAD, 2))
     within, pair = np.divmod(tile, unit // 2)
     return thread * (C // QUAD) + within * unit + half * (unit // 2) + pair
+
+
+def column_of(coordinate: Array, C: int, bits: int) -> Array:
+    """Return the column of each coordinate, int32, in `unpacked`; the inverse of `columns`."""
+    count = C // QUAD
+    unit = _unit(count, bits)
+    thread, rest = lax.div(coordinate, jnp.int32(count)), lax.rem(coordinate, jnp.int32(count))
+    within, rest = lax.div(rest, jnp.int32(unit)), lax.rem(rest, jnp.int32(unit))
+    half, pair = lax.div(rest, jnp.int32(unit // 2)), lax.rem(rest, jnp.int32(unit // 2))
+    return (within * (unit // 2) + pair) * (2 * QUAD) + thread * 2 + half
 
 
 def _unit(count: int, bits: int) -> int:

@@ -25,8 +25,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import LOG2_E, Shaped
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
+from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, plt
 
 BLOCKS = 128
@@ -40,28 +41,33 @@ MOST_SCORES = 2**31
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "num_heads", "arranged", "interpret"))
 def score_blocks(
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "B T _ H"],
     mean: Float[Array, "K H"],
     in_block: Float[Array, "64 H"],
     turns: Float[Array, "blocks H"],
     starts: Int[Array, " B"],
     *,
     scale: float,
+    num_heads: int | None = None,
+    arranged: bool = False,
     interpret: bool = False,
-) -> Float[Array, "B N blocks T"]:
+) -> Float[Array, "B N blocks T"] | Float[Array, "B K blocks columns"]:
     """Return scale · q·m̄ · in_block[t] · turns[d] for each block, d blocks away from that of t.
 
     Factors are complex: real parts of all pairs come first, then imaginary parts. The real part is returned.
 
     Args:
-      q: queries before the rotary embedding, in a float dtype.
+      q: queries before the rotary embedding, [B, T, N, H] in a float dtype.
       mean: mean m of the keys before the rotary embedding, float32.
       in_block: turns from the center of a block to each of its positions, float32.
       turns: factors for distances of 0, 1, … blocks, conjugated, float32. Those of distance 0 are zeros.
       starts: position of the first query of each sequence, int32; others follow.
       scale: factor on the scores.
+      num_heads: number of query heads N, if further heads follow them in `q`.
+      arranged: whether to write scores of single queries as gains of the kernel for quantized keys
+        (`arrange_gains`).
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -72,29 +78,42 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(q, mean, in_block, turns, starts)
-    B, T, N, _ = q.shape
-    blocks = turns.shape[0]
+    check_score_blocks(q, mean, in_block, turns, starts, num_heads=num_heads, arranged=arranged)
+    (B, T), N = q.shape[:2], num_heads or q.shape[2]
+    K, blocks = mean.shape[0], turns.shape[0]
+    shape = (B, K, blocks, columns_of(N // K)) if arranged else (B, N, blocks, T)
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     precision = lax.Precision.HIGHEST if interpret else EXACT
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, each=each, precision=precision),
-        out_shape=jax.ShapeDtypeStruct((B, N, blocks, T), jnp.float32),
-        grid=(tiles * pl.cdiv(blocks, each), N if T == 1 else mean.shape[0], B),
+        functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each, precision=precision),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(tiles * pl.cdiv(blocks, each), N if T == 1 else K, B),
         compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
     )(starts.astype(jnp.int32), q, mean, in_block, turns)
 
 
-def check_score_blocks(q: Shaped, mean: Shaped, in_block: Shaped, turns: Shaped, starts: Shaped) -> None:
+def check_score_blocks(
+    q: Shaped,
+    mean: Shaped,
+    in_block: Shaped,
+    turns: Shaped,
+    starts: Shaped,
+    *,
+    num_heads: int | None = None,
+    arranged: bool = False,
+) -> None:
     """Check the arguments of `score_blocks`; errors are those it documents."""
     common.check_device()
     check_back_end()
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, T, N, H = q.shape
+    B, T, heads, H = q.shape
+    N = heads if num_heads is None else num_heads
+    if not 0 < N <= heads:
+        raise ValueError(f"num_heads={num_heads}: must be from 1 to {heads}, the heads of q")
     common.check_shape("mean", mean, (None, H), "K, H")
     common.check_groups(N, mean.shape[0])
     common.check_shape("in_block", in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
@@ -108,7 +127,11 @@ def check_score_blocks(q: Shaped, mean: Shaped, in_block: Shaped, turns: Shaped,
             raise ValueError(f"{name} has dtype {x.dtype}: must be float32")
     if H % 2 or H < 2:
         raise ValueError(f"{H=}: must be a multiple of 2")
-    if (count := math.prod((B, T, N, turns.shape[0]))) > MOST_SCORES:
+    if arranged and T > 1:
+        raise ValueError(f"arranged={arranged} with {T} tokens per sequence: must be False")
+    K = mean.shape[0]
+    columns = K * columns_of(N // K) if arranged else N
+    if (count := math.prod((B, T, columns, turns.shape[0]))) > MOST_SCORES:
         raise ValueError(f"B·T·N·blocks = {count}: must be at most 2^31, because Triton has 32-bit offsets")
 
 
@@ -120,11 +143,13 @@ def _kernel(
     turns_ref: Any,
     out_ref: Any,
     *,
+    N: int,
     scale: float,
+    arranged: bool,
     each: int,
     precision: Any,
 ) -> None:
-    T, N = q_ref.shape[1:3]
+    T = q_ref.shape[1]
     blocks, H = turns_ref.shape
     half, padded = H // 2, max(16, pl.next_power_of_2(H // 2))
     groups, b = N // mean_ref.shape[0], pl.program_id(2)
@@ -160,7 +185,14 @@ def _kernel(
         of_blocks, turn, mean = load_turns(token, columns >= 0)
         products = multiply(pl.program_id(1), token, columns >= 0, turn, mean)
         score = functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True)))
-        plt.store(out_ref.at[b, pl.program_id(1), block, 0], scale * score, mask=block < blocks)
+        if not arranged:
+            plt.store(out_ref.at[b, pl.program_id(1), block, 0], scale * score, mask=block < blocks)
+            return
+        member, count = lax.rem(pl.program_id(1), jnp.int32(groups)), out_ref.shape[3]
+        plt.store(out_ref.at[b, kv, block, member], scale * score * LOG2_E, mask=block < blocks)
+        for column in range(groups, count, groups):  # Missing heads get zeros.
+            mask = (block < blocks) & (member + column < count)
+            plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros(each, jnp.float32), mask=mask)
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
     there = ((token >= 0) & (token < T))[:, None]

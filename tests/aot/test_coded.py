@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from compiled import Kernel, assert_no_spills, compiled
 
-from kernels_pallas import CodedConfig, Plane, coded_attention
+from kernels_pallas import CodedConfig, CodedPass, Plane, coded_attention, coded_parts
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]
 B, K, S, CHOSEN = 4, 8, 4096, 1024
@@ -92,6 +92,50 @@ def test_chosen_slots_in_pages(keys, values, ctas):
     loops = [it.code.loops_with("HGMMA") for it in (kernel, of_rows)]
     for paged, whole in zip(*loops, strict=True):
         assert paged.count("LDG", "LD") == whole.count("LDG", "LD"), "pages were looked up before"
+
+
+NEAR = 192
+"""Listed slots of a ring of 128 tokens and 4 sinks, padded."""
+
+
+@pytest.mark.parametrize(("keys", "values", "ctas"), PLANES)
+def test_near_and_far_tokens_in_one_launch(keys, values, ctas):
+    assert_fits(keys, values, ctas)
+
+
+def test_near_tokens_and_far_ones_in_pages_in_one_launch():
+    assert_fits(((32, 4), (96, 4)), (128, 4), ctas=4, page=256)
+
+
+def assert_fits(keys, values, ctas, page=0):
+    """Assert that a launch over near and far tokens has as many CTAs as one over far tokens."""
+    # The ring has 8 bits; scores of both gain something.
+    H = sum(C for C, _ in keys)
+    kinds = [((H, 8), (values[0], 8)), (*keys, values)]
+    tokens = [(B, K, NEAR), (99, K, page) if page else (B, K, S)]
+    arrays = [
+        [(shape(*each, C * bits // 8), shape(*each)) for C, bits in kind]
+        for each, kind in zip(tokens, kinds, strict=True)
+    ]
+    table = shape(B, S // page, dtype=jnp.int32) if page else None
+    row, lists = shape(B, dtype=jnp.int32), shape(B, K, NEAR, dtype=jnp.int32)
+
+    def attend(q, gains, arrays, row, lists, table):
+        near, far = (
+            [Plane(*pair, bits) for pair, (_, bits) in zip(each, kind, strict=True)]
+            for each, kind in zip(arrays, kinds, strict=True)
+        )
+        passes = [
+            CodedPass(q, far[:-1], far[-1], row, row, None, table, gains),
+            CodedPass(q, near[:1], near[1], row, row, lists, None, gains, lists),
+        ]
+        return [(parts.o, parts.lse) for parts in coded_parts(passes, scale=0.1)]
+
+    q, gains = shape(B, K, 8, H, dtype=jnp.bfloat16), shape(B, K, S // 64, 8, dtype=jnp.float32)
+    (kernel,) = compiled(attend, q, gains, arrays, row, lists, table)
+    assert_no_spills([kernel])
+    # The buffers of one pass lie where those of the other do.
+    assert kernel.ctas >= ctas
 
 
 @pytest.mark.parametrize("groups", [1, 16])

@@ -244,6 +244,17 @@ def test_prefill_of_near_keys_alone(H: int, warpgroups: int, block_kv: int, over
     assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
 
 
+def prefill_near_and_far(H: int) -> list[Kernel]:
+    """Compile prefill of far keys, and near keys from arrays of their own."""
+
+    def f(q, k, v, starts, *near):
+        apart = Trailing(*near[:2], starts, *near[2:])
+        return prefill_attention(q, k, v, scale=0.1, starts=starts, keys="far", near=apart, **NEAR)
+
+    near = [shape(1, N, tokens, H) for tokens in (S, S, 8, 8)]
+    return compiled(f, shape(1, S, N, H), shape(1, N, S, H), shape(1, N, S, H), integers(1), *near)
+
+
 @pytest.mark.parametrize(("widths", "config"), tuned("decode"))
 def test_decode(widths: dict[str, int], config: dict[str, Any]) -> None:
     R, Z, H = (widths[name] for name in "RZH")
@@ -280,6 +291,7 @@ OTHERS: dict[str, Callable[[], list[Kernel]]] = {
     "prefill far": lambda: prefill(64, 96, keys="far", **NEAR),
     "prefill near": lambda: prefill(0, 0, 64),
     "prefill near 128": lambda: prefill(0, 0, 128),
+    "prefill near and far": lambda: prefill_near_and_far(128),
     "prefill near of no sinks": lambda: prefill(0, 0, 128, sinks=0),
     "prefill by position": lambda: prefill(64, 96, positions=(integers(1, S), integers(1, S))),
     "prefill paged small": lambda: prefill(64, 96, page=64),

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 from abstract_gpu import on_abstract_h200
 from compiled import device
+from flax import nnx
 
 from benchmarks.model.models import LLAMA_2_7B, build, coded_plan
+from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import DecodeState, Flat, decode
@@ -26,13 +28,22 @@ LONG = 512
 """Most terms that one thread may add up."""
 
 
+def shifted_plan() -> CompressionPlan:
+    """Return a plan like the preset `3bit` of a model with a bias of keys."""
+    values = {"index": 32, "bits_index": 5, "bits_k": 2, "bits_v": 3, "bits_near": 8}
+    plan = CompressionPlan.uniform(CONFIG, qk=CONFIG.head_dim, v=CONFIG.head_dim, sinks=4, window=128)
+    settings = methods.settings_from_json("coded", values)
+    return replace(plan, method="coded", settings=settings).with_shift([True] * len(CONFIG.layers))
+
+
 PLANS = {
     "dense": CompressionPlan.full(CONFIG),
     "ranks": CompressionPlan.uniform(CONFIG, qk=64, v=96, sinks=4, window=128),
     "coded": coded_plan(CONFIG),
+    "shifted": shifted_plan(),
 }
 
-KERNELS = {"dense": 55, "ranks": 58, "coded": 43}
+KERNELS = {"dense": 55, "ranks": 58, "coded": 41, "shifted": 46}
 """Kernels per token and two layers with jaxlib 0.11.2.
 
 The first layer's norm needs more kernels, and so does the code before it. With norms of one row, the counts
@@ -95,7 +106,12 @@ def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
     specs = plan.layer_caches("bfloat16")
 
     def network():
-        return build(CONFIG, plan, rotated=True)
+        made = build(CONFIG, plan, rotated=True)
+        for block, ranks in zip(made.layers, plan.layers, strict=True):
+            if ranks.shift:
+                mean = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim))
+                block.attention.k_mean = nnx.data(nnx.Param(mean))
+        return made
 
     def cache():
         states = tuple(spec.create(1, TOKENS) for spec in specs)

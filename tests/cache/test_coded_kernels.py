@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import Parts, Plane, encode, largest_reference, merged_at_once, turn_and_store
+from kernels_pallas import (
+    Parts,
+    Plane,
+    encode,
+    largest_reference,
+    merged_at_once,
+    round_tokens,
+    turn_and_store,
+)
+from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.codes.gaussian import Gaussian
@@ -67,25 +76,42 @@ def in_rows(plane, table):
     return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
 
 
-def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None, gains=None):
-    """Compute `coded_parts` as one part, from the docstring of `coded_attention`."""
+def plain_parts(passes, *, scale):
+    """Compute `coded_parts` with one part per pass, from the docstring of `coded_attention`."""
+    return [plain_part(**each._asdict(), scale=scale) for each in passes]
+
+
+def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, config, scale):
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])
     times = jnp.broadcast_to(times[:, None], k.shape[:3]).astype(jnp.float32)
     if slots is not None:
         times *= (slots[..., None] == j).sum(2)
-    group = q.astype(jnp.float32).reshape(*k.shape[:2], -1, q.shape[-1])
+    group = by_head(q, keys)
     scores = scale * jnp.einsum("bkgr,bksr->bkgs", group, k) + jnp.log(times)[:, :, None]
     if gains is not None:
-        gains = gains.reshape(*group.shape[:3], -1)
-        by_slot = None if slots is None else (slots[..., None] == j).astype(jnp.float32)
-        scores += (
-            jnp.repeat(gains, 64, -1) if by_slot is None else jnp.einsum("bkgn,bkns->bkgs", gains, by_slot)
+        # Arranged gains are in base 2.
+        of_blocks = (
+            gains.swapaxes(2, 3) / np.log2(np.e) if gains.ndim == 4 else gains.reshape(*group.shape[:3], -1)
         )
+        at = jnp.broadcast_to(j // 64, times.shape)
+        if blocks is not None:
+            at = (jnp.where(slots[..., None] == j, blocks[..., None], 0)).sum(2)
+        scores += jnp.take_along_axis(of_blocks, at[:, :, None], axis=-1)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(jnp.isneginf(lse)[..., None], 0, jnp.exp(scores - lse[..., None]))
     return Parts(jnp.einsum("bkgs,bksz->bkgz", weights, v)[:, :, None], lse[:, :, None])
+
+
+def by_head(q, keys):
+    """Return queries float32 [B, K, G, R] in the order of coordinates, from plain or arranged ones."""
+    (_, heads, _), x = keys[0].reach.shape, q.astype(jnp.float32)
+    if q.ndim == 3:
+        return x.reshape(len(q), heads, -1, q.shape[-1])
+    begins = np.cumsum([0, *(plane.width for plane in keys)])
+    order = [b + columns(plane.width, plane.bits) for b, plane in zip(begins, keys, strict=False)]
+    return x[..., np.argsort(np.concatenate(order))]
 
 
 def plain_scores(q, index, begin, end, *, scale, block_table=None):
@@ -110,7 +136,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(cache_attention, "coded_parts", plain_parts)
     monkeypatch.setattr(cache_attention, "index_scores", plain_scores)
     monkeypatch.setattr(cache_attention, "largest", largest_reference)
-    for kernel in (encode, turn_and_store, merged_at_once):
+    for kernel in (encode, turn_and_store, merged_at_once, round_tokens):
         monkeypatch.setattr(cache_attention, kernel.__name__, partial(kernel, interpret=True))
     attend.clear_cache()
     yield
@@ -181,6 +207,19 @@ def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
     assert np.abs(expected - whole).max() > 0.2 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.matrix
+def test_a_token_of_shifted_keys_that_one_kernel_turns(plain, caplog, in_pages):
+    check(SPECS["near tokens, too"], caplog, unturned=True, in_pages=in_pages, shifted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["near tokens, too", "whole", "split", "bit planes"])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_token_of_shifted_keys_that_one_kernel_turns_on_the_device(caplog, name, in_pages):
+    check(SPECS[name], caplog, unturned=True, in_pages=in_pages, shifted=True)
+
+
 @pytest.mark.parametrize("name", ["whole", "bit planes", "chosen", "handed on"])
 @pytest.mark.full
 def test_kernels_read_pages_as_rows(plain, name):
@@ -219,7 +258,7 @@ def test_a_token_that_one_kernel_turns_codes_and_puts_on_the_device(caplog, name
     check(SPECS[name], caplog, unturned=True, in_pages=in_pages)
 
 
-def check(spec, caplog, unturned=False, in_pages=False):
+def check(spec, caplog, unturned=False, in_pages=False, shifted=False):
     """Assert that kernels ran and that heads differ from XLA by no more than bfloat16 rounding."""
     attention._log_choice.cache_clear()
     held, table = spec, None
@@ -228,12 +267,12 @@ def check(spec, caplog, unturned=False, in_pages=False):
         table = jnp.asarray(np.random.default_rng(0).permutation(B * pages).reshape(B, pages))
         held = Paged.of(spec, page=PAGE, pages=B * pages)
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
-        found, _ = run(held, None, table=table, unturned=unturned)
+        found, _ = run(held, None, table=table, unturned=unturned, shifted=shifted)
     kinds = {"choice", "attention to chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
     kinds |= {"new token"} if unturned else {"coding"}
     kinds |= {"near decode"} if spec.near_code else set()
     assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
-    expected, _ = run(spec, "xla", unturned=unturned)
+    expected, _ = run(spec, "xla", unturned=unturned, shifted=shifted)
     error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     # The median over steps counts, because a choice between nearly equal tokens may differ at a few steps.
     few = isinstance(spec, CodedChoosing) and spec.read < S

@@ -58,6 +58,33 @@ def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, ke
     return np.stack(o).reshape(B, N, T, -1).transpose(0, 2, 1, 3), np.stack(lse).reshape(B, N, T)
 
 
+def prefill_near_and_far(q, far, near, *, scale, starts, lengths, sinks, window, gains=None):
+    """Return what `prefill` does for far keys and near keys from arrays of their own, row = position.
+
+    far, near: k, v [B, K, positions, ·].
+    gains: what scaled scores gain in each block of 64 positions, [B, T, N, blocks].
+    """
+    (B, T, N, _), (K, S, _) = q.shape, far[0].shape[1:]
+    o, lse, q = [], [], f64(q)
+    for b in range(B):
+        t, j = starts[b] + np.arange(T)[:, None], np.arange(S)[None]
+        is_near = (j < sinks) | (j > t - window)
+        seen = (j <= t) & (t < lengths[b])
+        for n in range(N):
+            k, v = (
+                np.concatenate([f64(x)[b, n // (N // K)] for x in pair])
+                for pair in zip(far, near, strict=True)
+            )
+            scores = q[b, :, n] @ k.T * scale
+            if gains is not None:
+                scores = scores + np.tile(np.repeat(f64(gains)[b, :, n], 64, axis=1)[:, :S], 2)
+            visible = np.concatenate([seen & ~is_near, seen & is_near], 1)
+            head, head_lse = attend(scores, visible, [(v, np.ones_like(visible))])
+            o.append(head)
+            lse.append(head_lse)
+    return np.stack(o).reshape(B, N, T, -1).transpose(0, 2, 1, 3), np.stack(lse).reshape(B, N, T)
+
+
 def decode(q, k, v, lengths, *, scale, sinks=0, window=0, ring=None):
     """Return outputs [B, N, ·] and log-sum-exp [B, N].
 

@@ -16,12 +16,21 @@ import numpy as np
 import pytest
 from pages import Pool
 
-from kernels_pallas import CodedConfig, Plane, coded_attention, coded_refusal
+from kernels_pallas import (
+    CodedConfig,
+    CodedPass,
+    Plane,
+    arrange_gains,
+    coded_attention,
+    coded_parts,
+    coded_refusal,
+)
 from kernels_pallas.quantized import attention as coded_decode
-from kernels_pallas.quantized import unpack
+from kernels_pallas.quantized import key_blocks, unpack
 from kernels_pallas.quantized.attention import LARGEST_SUM
+from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
-from kernels_pallas.quantized.unpack import BITS, columns
+from kernels_pallas.quantized.unpack import BITS, column_of, columns
 from zdc_jax.cache.codes.code import pack
 from zdc_jax.cache.codes.code import unpack as levels_of
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
@@ -105,6 +114,7 @@ def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
     coordinate, thread = columns(C, bits), np.arange(C) % 8 // 2
     np.testing.assert_array_equal(np.sort(coordinate), np.arange(C))
     np.testing.assert_array_equal(coordinate // (C // 4), thread)
+    np.testing.assert_array_equal(column_of(jnp.asarray(coordinate), C, bits), np.arange(C))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -193,12 +203,18 @@ class Case:
         self.begin, self.end = np.array([0, 70, 9]), np.array([S, 150, 9])
         self.slots: np.ndarray | None = None
         self.gains: np.ndarray | None = None
+        self.blocks: np.ndarray | None = None
 
-    def gain(self) -> None:
-        """Let scores gain random numbers that decide most of attention, by block or by chosen slot."""
-        (B, N, _), S = self.q.shape, self.values.reach.shape[2]
-        n = S // 64 if self.slots is None else self.slots.shape[2]
-        self.gains = np.float32(4 * np.random.default_rng(7).normal(size=(B, N, n)))
+    def gain(self, *, listed: bool = False) -> None:
+        """Let scores gain random numbers that decide most of attention, by block.
+
+        Blocks are those of slots, or a list of any blocks.
+        """
+        rng, (B, N, _), S = np.random.default_rng(7), self.q.shape, self.values.reach.shape[2]
+        self.gains = np.float32(4 * rng.normal(size=(B, N, S // 64)))
+        if listed:
+            assert self.slots is not None
+            self.blocks = rng.integers(0, S // 64, self.slots.shape)
 
     def choose(self, n: int, seed: int = 0) -> None:
         """Choose n slots of each KV head in random order, some of them invalid or outside of the span."""
@@ -219,6 +235,7 @@ class Case:
             scale=SCALE,
             slots=None if self.slots is None else jnp.asarray(self.slots),
             gains=None if self.gains is None else jnp.asarray(self.gains),
+            blocks=None if self.blocks is None else jnp.asarray(self.blocks),
             **options,
         )
         return np.asarray(o, np.float64), np.asarray(lse, np.float64)
@@ -241,10 +258,10 @@ class Case:
     def _gains_of(self, b: int, n: int, kv: int, seen: np.ndarray) -> np.ndarray | float:
         if self.gains is None:
             return 0.0
-        if self.slots is None:
+        if self.slots is None or self.blocks is None:
             return self.gains[b, n, seen // 64]
-        entry = {slot: i for i, slot in enumerate(self.slots[b, kv])}
-        return self.gains[b, n, [entry[slot] for slot in seen]]
+        block = dict(zip(self.slots[b, kv], self.blocks[b, kv], strict=True))
+        return self.gains[b, n, [block[slot] for slot in seen]]
 
     def check(self, **options) -> None:
         """Assert that heads are exact up to rounding of weights to bfloat16, a few thousandths."""
@@ -278,14 +295,19 @@ PLAIN = {
     "unpacked": _plain_unpacked,
     "_product": _plain_product,
     "_wait_for_all": plgpu.commit_smem,  # This is such a barrier for the interpreter.
+}
+LOADS = {
     "block_rows": lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
     "gathered_rows": lambda store, slots, C, bits: store[...][slots],
     "gathered_bytes": lambda store, slots: store[...][slots],
+    "gathered_gains": lambda store, blocks, columns: store[...][blocks],
 }
 
 
 @pytest.fixture
-def interpreted():
+def interpreted(monkeypatch):
+    for name, load in LOADS.items():
+        monkeypatch.setattr(key_blocks, name, load)
     with interpreting.interpreted(coded_decode, **PLAIN):
         yield
 
@@ -296,33 +318,36 @@ def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
 
-@pytest.mark.parametrize("chosen", [0, 100])
-def test_scores_have_gains(interpreted, chosen):
+@pytest.mark.parametrize(("chosen", "listed"), [(0, False), (100, False), (100, True)])
+@pytest.mark.matrix("0-False", "100-True")
+def test_scores_have_gains(interpreted, chosen, listed):
     it = Case(*SHAPES[1], S=384)
     if chosen:
         it.choose(chosen)
-    it.gain()
+    it.gain(listed=listed)
     it.check(config=CodedConfig(stages=2, splits=2))
 
 
-@pytest.mark.parametrize("page", [64, 192])
+@pytest.mark.parametrize(("page", "chosen"), [(64, 0), (192, 0), (64, 100)])
 @pytest.mark.full
-def test_gains_are_by_position_in_pages(interpreted, page):
+def test_gains_are_by_position_in_pages(interpreted, page, chosen):
     it = Case(*SHAPES[1], S=384)
     it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
+    if chosen:
+        it.choose(chosen)
     it.gain()
     it.check_pages(page, config=CodedConfig(stages=2, splits=2))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chosen", [0, 300])
+@pytest.mark.parametrize(("chosen", "listed"), [(0, False), (300, False), (300, True)])
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-def test_scores_have_gains_on_the_device(keys, values, heads, chosen):
+def test_scores_have_gains_on_the_device(keys, values, heads, chosen, listed):
     it = Case(keys, values, heads, S=1024)
     it.end[:] = 1024, 700, 9
     if chosen:
         it.choose(chosen)
-    it.gain()
+    it.gain(listed=listed)
     it.check()
 
 
@@ -412,6 +437,58 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     o, lse = it.run(config=config)
     np.testing.assert_array_equal(np.isnan(o).all(-1), np.arange(3)[:, None] * 4 + np.arange(4) == 6)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(o).all(-1))
+
+
+CONFIGS = CodedConfig(stages=2, splits=2), CodedConfig(stages=1, splits=3)
+
+
+def check_passes(it, chosen, listed, configs=CONFIGS):
+    """Assert that a store and a list of its slots in one launch are those of two, bit by bit.
+
+    Queries and gains of the launch are arranged before.
+    """
+    passes, apart = [], []
+    for n, config in zip((0, chosen), configs, strict=True):
+        it.slots = it.blocks = None
+        if n:
+            it.choose(n)
+        it.gain(listed=listed and n > 0)
+        K, q, gains = it.values.reach.shape[1], it.q, jnp.asarray(it.gains)
+        more = [None if x is None else jnp.asarray(x) for x in (it.slots, it.blocks)]
+        given = [it.keys, it.values, jnp.asarray(it.begin), jnp.asarray(it.end)]
+        plain = CodedPass(q, *given, more[0], None, gains, more[1], config)
+        planes = [(plane.width, plane.bits) for plane in it.keys]
+        passes.append(
+            plain._replace(q=arrange_queries(q, K, planes), gains=arrange_gains(gains, K)),
+        )
+        apart += coded_parts([plain], scale=SCALE)
+    for one, other in zip(coded_parts(passes, scale=SCALE), apart, strict=True):
+        np.testing.assert_array_equal(one.o, other.o)
+        np.testing.assert_array_equal(one.lse, other.lse)
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), [SHAPES[1], SHAPES[3]])
+@pytest.mark.matrix
+def test_passes_in_one_launch_are_those_of_several(interpreted, keys, values, heads):
+    check_passes(Case(keys, values, heads, S=192), 100, listed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.parametrize("configs", [CONFIGS, (None, None)])
+def test_passes_in_one_launch_are_those_of_several_on_the_device(keys, values, heads, listed, configs):
+    check_passes(Case(keys, values, heads, S=4096), 300, listed, configs)
+
+
+def test_passes_of_other_batches_are_refused():
+    one, other = (Case(*SHAPES[1], S=192) for _ in range(2))
+    other.values = jax.tree.map(lambda x: x[:2] if isinstance(x, jax.Array) else x, other.values)
+    passes = [
+        CodedPass(it.q, it.keys, it.values, *map(jnp.asarray, (it.begin, it.end))) for it in (one, other)
+    ]
+    with pytest.raises(ValueError, match=r"passes have .* \[\(2, 2\), \(3, 2\)\]: must be the same"):
+        coded_parts(passes, scale=SCALE)
 
 
 @pytest.mark.gpu

@@ -68,6 +68,17 @@ def test_is_one_softmax(kinds):
     check(kinds, interpret=True)
 
 
+def test_copies_of_one_sequence():
+    parts = [drawn(**kind)[0] for kind in KINDS["near and far"]]
+    with pytest.raises(ValueError, match="copies=2 of 2 sequences: must be 1"):
+        merged_at_once(parts, G, jnp.float32, copies=2, interpret=True)
+    first = [jax.tree.map(lambda x: x[:1], part) for part in parts]
+    o, lse = merged_at_once(first, G, jnp.float32, interpret=True)
+    copies, same = merged_at_once(first, G, jnp.float32, copies=2, interpret=True)
+    np.testing.assert_array_equal(copies, jnp.concatenate([o, o]))
+    np.testing.assert_array_equal(same, lse)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_is_one_softmax_on_the_device(kinds):

@@ -10,6 +10,7 @@ import pytest
 from brute_force import check, prefill
 from jumps import jumping
 from listed import lists_of, truth
+from near_and_far import NEAR_AND_FAR, near_and_far
 
 from kernels_pallas import (
     BlockLists,
@@ -60,6 +61,9 @@ def pool(pages, page):
 
 WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 TABLE = shape(1, 4, dtype=jnp.int32)
+
+
+NEAR = {"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64, "sinks": 4, "keys": "far"}
 
 
 def lists(K, blocks, most=4, dtype=jnp.int32):
@@ -306,6 +310,12 @@ def test_by_default_turns_are_taken_where_they_won():
         ({"lists": lists(4, 1)}, "lists.blocks has shape"),
         ({"lists": lists(2, 1, dtype=jnp.int16)}, "lists.blocks has dtype int16: must be int32"),
         ({"lists": lists(2, 1, most=0)}, "room for 0 blocks"),
+        ({"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64}, "near: needs keys='far'"),
+        ({**NEAR, "window": 0}, "near: needs keys='far' and a window of 1 to 512, .* window=0"),
+        ({**NEAR, "sinks": 65}, "sinks=65: must be at most 64"),
+        ({**NEAR, "sinks": 9}, "near.sink_k has 8 rows: needs at least sinks=9"),
+        ({**NEAR, "near": NEAR["near"]._replace(sink_v=None)}, "sinks=4: need near.sink_v, not None"),
+        ({**NEAR, "near": trailing_shapes(1, 2, 64, 48, 0, 0)}, "near.k"),
         ({"lists": lists(2, 1), "keys": "far"}, "lists: need keys='all', not 'far'"),
         ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions: cannot be"),
     ],
@@ -436,6 +446,13 @@ def test_far_keys_of_queries_past_all_of_them(S, sinks, window):
     q, k, v = draw(0, B, T, N, 64), draw(1, B, K, S, 64), draw(2, B, K, S, 96)
     options = {"scale": 0.125, "starts": starts, "sinks": sinks, "window": window, "keys": "far"}
     check(*prefill_attention(q, k, v, **options), *prefill(q, k, v, lengths=starts + T, **options), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NEAR_AND_FAR)
+@pytest.mark.parametrize(("H", "page"), [(64, 0), (128, 0), (128, 128), (256, 0)])
+def test_near_and_far_keys(case, H, page):
+    near_and_far(*NEAR_AND_FAR[case], None, page=page, H=H)
 
 
 PAGED = {

@@ -15,6 +15,7 @@ import pytest
 from brute_force import check, prefill
 from jumps import jumping
 from listed import lists_of, truth
+from near_and_far import NEAR_AND_FAR, near_and_far
 
 from kernels_pallas import (
     PrefillConfig,
@@ -186,6 +187,19 @@ def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
 @pytest.mark.matrix
 def test_near_keys_alone_in_turns(config):
     near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("case", NEAR_AND_FAR)
+@pytest.mark.parametrize("config", [PrefillConfig(64, 2, 1), PrefillConfig(128, 2, 2)])
+@pytest.mark.matrix
+def test_near_and_far_keys(case, config):
+    near_and_far(*NEAR_AND_FAR[case], config)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_near_and_far_keys_in_pages():
+    near_and_far(130, (257, 640), (130, 90), 128, 4, PrefillConfig(64, 2, 2), page=128)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -14,6 +14,7 @@ from pages import Pool
 from test_coded_decode import coded, read
 
 from kernels_pallas.quantized import attention as coded_decode
+from kernels_pallas.quantized import key_blocks
 from kernels_pallas.select import largest as select
 from kernels_pallas.select import scan as coded_scan
 from kernels_pallas.select.scan import SAMPLE_BLOCK, _rounded
@@ -45,8 +46,9 @@ class Case:
         slots = cache_attention.choose_by_index(
             self.q[..., :32], planes[:1], positions, count=COUNT, **given, **near
         )
-        parts = cache_attention.coded_decode(self.q, planes, positions, (SINKS, WINDOW), slots=slots, **given)
-        o, lse = cache_attention.merge_parts(self.q, parts)
+        options = {"slots": slots, "table": table}
+        read = cache_attention.far_pass(self.q, planes, positions, (SINKS, WINDOW), **options)
+        o, lse = cache_attention.attend_passes(self.q, read, scale=SCALE)
         return np.asarray(slots), np.asarray(o, np.float64), np.asarray(lse, np.float64)
 
     def truth(self):
@@ -74,7 +76,9 @@ class Case:
 
 
 @pytest.fixture
-def interpreted():
+def interpreted(monkeypatch):
+    for name, load in test_coded_decode.LOADS.items():
+        monkeypatch.setattr(key_blocks, name, load)
     tests = {coded_scan: test_coded_scan, select: test_select, coded_decode: test_coded_decode}
     kernels = [(module, "_launch", test.PLAIN) for module, test in tests.items()]
     with interpreting.all_interpreted(*kernels):

@@ -11,8 +11,9 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from pages import Pool
 
-from kernels_pallas import Plane, Stored, Turning, turn_and_store, turn_and_store_refusal
+from kernels_pallas import Plane, Stored, Turning, join_heads, turn_and_store, turn_and_store_refusal
 from kernels_pallas.quantized.turn_and_store import ROWS
+from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
@@ -70,7 +71,7 @@ class Case:
             rest, table = iter(pool.planes), pool.table
             planes = [[next(rest) for _ in each] for each in planes]
         stored = [Stored(*pair) for pair in zip(planes, self.rings, strict=True)]
-        given = self.q, self.k, self.v, self.turning, *stored, starts, ends
+        given = join_heads(self.q, self.k, self.v), self.turning, *stored, starts, ends
         q, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, block_table=table, **options)
         if page:
             rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
@@ -99,7 +100,8 @@ class Case:
     def check(self, page=0, **options):
         q, (keys, values) = self.run(page, **options)
         exact_q, exact_k = self.exact()
-        near(q, exact_q, self.q.dtype)
+        near(q.plain, exact_q, self.q.dtype)
+        self.check_arranged(q)
         v = np.asarray(self.v, np.float64)
         for found, x, planes, ring in zip((keys, values), (exact_k, v), self.planes, self.rings, strict=True):
             begin = 0
@@ -120,6 +122,19 @@ class Case:
                 np.testing.assert_array_equal(
                     np.asarray(new, np.float32)[b, :, others], np.asarray(old, np.float32)[b, :, others]
                 )
+
+    def check_arranged(self, q):
+        """Assert that queries have the order of unpacked coordinates of keys, and zeros for missing heads."""
+        (B, _, H), G = q.plain.shape, q.plain.shape[1] // K
+        forms = [self.keys, [(H, 8)]] if self.ring_bits == 8 else [self.keys]
+        assert (q.near is None) == (self.ring_bits == 16)
+        for planes, found in zip(forms, (q.far, q.near), strict=False):
+            begins = np.cumsum([0, *(C for C, _ in planes)])
+            order = np.concatenate([b + columns(*form) for b, form in zip(begins, planes, strict=False)])
+            heads, missing = np.split(np.asarray(found, np.float32), [G], axis=2)
+            plain = np.asarray(q.plain, np.float32).reshape(B, K, G, H)
+            np.testing.assert_array_equal(heads, plain[..., order])
+            np.testing.assert_array_equal(missing, np.zeros((B, K, -G % 8, len(order))))
 
     def check_plane(self, x, old, new, starts, ends):
         """Assert that new tokens are as exact as the quantizer, and that others are unchanged."""
@@ -190,12 +205,28 @@ def test_on_the_device(kinds, page, B, G):
     Case(kinds, B=B, G=G, dtype=dtype, rotation=rotation).check(page)
 
 
+def change(a, i, f):
+    """Return arguments with the queries, keys or values changed."""
+    return a | {"heads": [f(x) if j == i else x for j, x in enumerate(a["heads"])]}
+
+
 BAD = {
-    "k has 48 coordinates: must be one of": lambda a: a | {"k": a["k"][..., :48], "q": a["q"][..., :48]},
-    "q has shape": lambda a: a | {"q": a["q"][..., :64]},
-    "q has 3 heads: must be a multiple of the 2": lambda a: a | {"q": a["q"][:, :3]},
-    "q has dtype float16": lambda a: a | {"q": a["q"].astype(jnp.float16)},
-    "v has shape": lambda a: a | {"v": a["v"][:, :1]},
+    "turning.k has 48 coordinates: must be one of": lambda a: (
+        a | {"turning": a["turning"]._replace(k=a["turning"].k[:, :48])}
+    ),
+    "heads[0] has shape": lambda a: change(a, 0, lambda q: q[..., :64]),
+    "heads[1] has shape": lambda a: change(a, 1, lambda k: k[:, :1]),
+    "q has 3 heads: must be a multiple of the 2": lambda a: change(a, 0, lambda q: q[:, :3]),
+    "q has 1 heads: must be a multiple of the 2": lambda a: (
+        a | {"heads": [jnp.concatenate(a["heads"], 1)[:, :5]]}
+    ),
+    "N=0: must be at least 1": lambda a: a | {"heads": [jnp.concatenate(a["heads"], 1)[:, :3]]},
+    "heads[1] has dtype bfloat16": lambda a: change(a, 0, lambda q: q.astype(jnp.float16)),
+    "heads[0] has dtype float32": lambda a: (
+        a | {"heads": [jnp.concatenate(a["heads"], 1).astype(jnp.float32)]}
+    ),
+    "heads[2] has shape": lambda a: change(a, 2, lambda v: v[:, :1]),
+    "heads has 2 arrays: must be 1, or 3": lambda a: a | {"heads": a["heads"][:2]},
     "turning.cos has shape": lambda a: a | {"turning": a["turning"]._replace(cos=a["turning"].cos[..., :3])},
     "turning.q has shape": lambda a: a | {"turning": a["turning"]._replace(q=a["turning"].q[..., :64])},
     "turning.k has dtype float32: must be float16 or bfloat16": lambda a: (
@@ -222,8 +253,8 @@ BAD = {
 def test_refusals(message):
     it = Case(KINDS["chosen"])
     stored = [Stored(*pair) for pair in zip(it.planes, it.rings, strict=True)]
-    names = ("q", "k", "v", "turning", "k_stored", "v_stored", "starts", "ends")
-    given = dict(zip(names, (it.q, it.k, it.v, it.turning, *stored, *it.span), strict=True))
+    names = ("heads", "turning", "k_stored", "v_stored", "starts", "ends")
+    given = dict(zip(names, ([it.q, it.k, it.v], it.turning, *stored, *it.span), strict=True))
     given |= {"sinks": SINKS, "window": WINDOW}
     assert turn_and_store_refusal(**given) is None
     reason = turn_and_store_refusal(**BAD[message](given))
@@ -242,7 +273,8 @@ def test_lowers_for_cuda():
             for each, kind in zip(arrays, (it.keys, it.values), strict=True)
         ]
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
-        return turn_and_store(q, k, v, turning, *stored, *span, sinks=SINKS, window=WINDOW)[0]
+        heads = join_heads(q, k, v)
+        return turn_and_store(heads, turning, *stored, *span, sinks=SINKS, window=WINDOW)[0]
 
     with on_abstract_h200():
         lowered = jax.jit(run).trace(*shapes, *arrays).lower(lowering_platforms=("cuda",))

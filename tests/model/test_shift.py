@@ -10,7 +10,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from convert.calibration.calibrate import collect_moments, estimate_shift
-from kernels_pallas import score_blocks
+from kernels_pallas import arrange_gains, score_blocks, score_blocks_refusal
 from zdc_jax import methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -271,7 +271,21 @@ def test_the_kernel_scores_blocks_as_xla_does(H, T):
     seen = np.broadcast_to(seen[:, :, None], want.shape)
     np.testing.assert_allclose(found[seen], want[seen], atol=1e-3)
     assert np.ptp(want[seen]) > 10
-    assert T > 1 or not found[~seen].any()
+    if T == 1:
+        assert not found[~seen].any()
+        heads, options = jnp.concatenate([q, 9 + q[:, :, :3]], 2), {"num_heads": 4, "arranged": True}
+        arranged = score_blocks(heads, *tables, jnp.int32(starts), scale=0.1, interpret=True, **options)
+        np.testing.assert_allclose(arranged, arrange_gains(scores[..., 0], 2), rtol=3e-7)
+
+
+def test_arranged_scores_are_of_single_queries():
+    q, row = jnp.zeros((1, 2, 4, 32)), jnp.zeros(1, jnp.int32)
+    tables = jnp.zeros((2, 32)), jnp.zeros((64, 32)), jnp.zeros((3, 32))
+    assert score_blocks_refusal(q[:, :1], *tables, row, arranged=True) is None
+    reason = score_blocks_refusal(q, *tables, row, arranged=True)
+    assert reason == "arranged=True with 2 tokens per sequence: must be False"
+    reason = score_blocks_refusal(q, *tables, row, num_heads=5)
+    assert reason == "num_heads=5: must be from 1 to 4, the heads of q"
 
 
 @pytest.mark.gpu
@@ -294,3 +308,7 @@ def test_the_kernel_scores_blocks_on_the_device(start, T):
     seen = np.broadcast_to((np.arange(blocks) <= own[:, None])[:, None], want.shape)
     assert np.abs(found[0] - want)[seen].max() < 0.01
     assert np.ptp(want[seen]) > 1 or start < 1000
+    if T == 1:
+        heads = jnp.concatenate([shift.q, 9 + shift.q], 2)
+        arranged = shift.arranged_scores(heads, slots=blocks * BLOCK, scale=128**-0.5)
+        np.testing.assert_array_equal(arranged, arrange_gains(jnp.asarray(found[:, 0]), 2))

@@ -1,6 +1,7 @@
 """Programs that run one layer on one device: on whole sequences, on prompts, and on new tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,8 @@ def extend_layer(
             attended = attend_one_by_one(spec, state, q, k, v, rows, positions, ends, aux, call)
             return attended.o, (attended.state, attended.aux)
         q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
-        attended = spec.attend(state, q, k, v, positions, end, aux, call)
+        copied = replace(call, copies=len(x) // batch)
+        attended = spec.attend(state, q, k, v, positions, end, aux, copied)
         o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))
         return o, (attended.state, attended.aux)
 

@@ -8,7 +8,7 @@ raises, and None uses the kernels where they can.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
+    MOST_SINKS,
+    NEAR_WINDOW,
+    CodedPass,
     Parts,
     Plane,
     Rounded,
     Stored,
+    Trailing,
+    TurnedQueries,
     Turning,
     coded_parts,
     coded_refusal,
@@ -64,6 +69,18 @@ It covers a result of 256 values in 16 heads, or a list of slots.
 """
 NO_CUDNN = "it does not read this cache"
 NOT_INTEGERS = "kernels support only integer codes with one scale per token"
+
+
+class ArrangedQueries(NamedTuple):
+    """Queries for the kernel of quantized keys.
+
+    Attributes:
+      q: queries [Q, N, R], or arranged, [B, K, columns, R].
+      gains: their block scores [Q, N, blocks], or arranged, [B, K, blocks, columns]; None for whole keys.
+    """
+
+    q: Array
+    gains: Array | None
 
 
 def takes_kernels(
@@ -154,6 +171,46 @@ def stored_attention(
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
 
+def can_join(sinks: int, window: int) -> bool:
+    """Return whether `near_far_attention` supports these near tokens."""
+    return 0 < window <= NEAR_WINDOW and sinks <= MOST_SINKS
+
+
+def near_far_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    near: Trailing,
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+    end: Int[Array, " B"] | None = None,
+    block_scores: Float[Array, "B T N blocks"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attend to far keys as `stored_attention` does on kernels, and to near keys, with one kernel.
+
+    Args:
+      near: near keys and values with all coordinates, by position.
+      q, k, v, positions, scale, sinks, window, end, block_scores: as for `stored_attention`. Check
+        `stored_attention_refusal` and `can_join` first.
+    """
+    return prefill_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        starts=positions[:, 0],
+        lengths=end,
+        sinks=sinks,
+        window=window,
+        keys="far",
+        near=near,
+        block_scores=block_scores,
+    )
+
+
 def stored_attention_refusal(
     q: Float[Array, "B T N R"],
     k: Float[Array, "B K S R"] | jax.ShapeDtypeStruct,
@@ -234,7 +291,7 @@ def coded_decode_refusal(
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
-    """Return why `coded_decode` cannot run, or None; `planes` are empty if a code is not supported."""
+    """Return why the kernel cannot run `far_pass`, or None; `planes` are empty if a code is not supported."""
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
@@ -245,91 +302,95 @@ def coded_decode_refusal(
     )
 
 
-def coded_decode(
+def far_pass(
     q: Float[Array, "B T N R"],
     planes: Sequence[Plane],
     positions: Int[Array, "B T"],
     near: tuple[int, int],
     *,
-    scale: float,
     slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
-) -> Parts:
-    """Attend from each query to quantized far tokens with the kernel.
+    arranged: ArrangedQueries | None = None,
+) -> CodedPass:
+    """Return the kernel's pass from each query over its quantized far tokens.
 
     Args:
       q: queries.
       planes: planes of keys, then one of values; pools if there is a `table`.
       positions: position of each query.
       near: sinks and window.
-      scale: factor on the scores.
       slots: slots to attend to; None for all far slots.
       table: block table of a paged cache.
       block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
+      arranged: single queries and their block scores as the kernel reads them, if other kernels wrote them
+        so.
     """
     *keys, values = planes
-    listed = None if slots is None else _flat(slots)
-    gains = None if block_scores is None else _flat(block_scores)
-    if gains is not None and listed is not None:
-        gains = _gains_of(gains, listed)
-    return coded_parts(
-        _flat(q),
+    queries = arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
+    return CodedPass(
+        queries.q,
         keys,
         values,
         *far_span(positions, *near),
-        scale=scale,
-        slots=listed,
+        slots=None if slots is None else _flat(slots),
         block_table=table_of_queries(positions, table),
-        gains=gains,
+        gains=queries.gains,
     )
 
 
-def _gains_of(
-    block_scores: Float[Array, "Q N blocks"], positions: Int[Array, "Q K n"]
-) -> Float[Array, "Q N n"]:
-    """Return the block scores of keys at `positions`; those outside all blocks may have any."""
-    (Q, N, blocks), K = block_scores.shape, positions.shape[1]
-    at = jnp.clip(positions // BLOCK, 0, blocks - 1)[:, :, None]
-    by_head = block_scores.reshape(Q, K, N // K, blocks)
-    return jnp.take_along_axis(by_head, at, axis=-1).reshape(Q, N, -1)
+def attend_passes(
+    q: Float[Array, "B T N R"], *passes: CodedPass | Parts, scale: float, copies: int = 1
+) -> tuple[Float[Array, "rows T N Z"], Float[Array, "B N T"]]:
+    """Compute attention in passes over disjoint keys; return the output and its log-sum-exp.
 
-
-def merge_parts(
-    q: Float[Array, "B T N R"], *parts: Parts
-) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Merge partial attention over disjoint keys; return the output and its log-sum-exp."""
+    One launch computes all passes over quantized keys. Other kernels have computed those that are `Parts`.
+    The output of a single sequence in several passes has `copies` equal rows.
+    """
+    launched = iter(coded_parts([each for each in passes if isinstance(each, CodedPass)], scale=scale))
+    parts = [next(launched) if isinstance(each, CodedPass) else each for each in passes]
     (B, T, N, _), K = q.shape, parts[0].o.shape[1]
     if len(parts) == 1:
         o, lse = merged(parts[0], N // K, q.dtype)
     else:
-        o, lse = merged_at_once(parts, N // K, q.dtype)
-    return o.reshape(B, T, N, -1), lse.reshape(B, T, N).swapaxes(1, 2)
+        o, lse = merged_at_once(parts, N // K, q.dtype, copies=copies)
+    return o.reshape(-1, T, N, o.shape[-1]), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
-def coded_ring_decode(
+def ring_pass(
     q: Float[Array, "B 1 N H"],
     planes: Sequence[Plane],
     positions: Int[Array, "B 1"],
     *,
-    scale: float,
     sinks: int,
     window: int,
     block_scores: Float[Array, "B 1 N blocks"] | None = None,
-) -> Parts:
-    """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
+    arranged: ArrangedQueries | None = None,
+) -> CodedPass:
+    """Return the kernel's pass from one query per sequence over its quantized near tokens, with its own.
 
-    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), and `block_scores` those of
-    `coded_decode`.
+    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`). `block_scores` and
+    `arranged` are those of `far_pass`.
     """
     keys, values = planes
     B, K, M = values.reach.shape
     stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
-    slots = jnp.broadcast_to(jnp.where(stored == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
-    gains = None
-    if block_scores is not None:
-        gains = _gains_of(block_scores[:, 0], jnp.broadcast_to(stored[:, None], (B, K, M)))
-    return coded_parts(q[:, 0], [keys], values, zero, zero + M, scale=scale, slots=slots, gains=gains)
+
+    def of_heads(x: Array) -> Array:
+        return jnp.broadcast_to(x[:, None], (B, K, M))
+
+    slots = of_heads(jnp.where(stored == EMPTY, M, jnp.arange(M)))
+    queries = arranged or ArrangedQueries(q[:, 0], None if block_scores is None else block_scores[:, 0])
+    return CodedPass(
+        queries.q,
+        [keys],
+        values,
+        zero,
+        zero + M,
+        slots=slots,
+        gains=queries.gains,
+        blocks=None if queries.gains is None else of_heads(stored // BLOCK),
+    )
 
 
 def choice_refusal(
@@ -441,22 +502,20 @@ def round_with_kernel(x: Sequence[Float[Array, "B T K _"]], bits: int | None) ->
 
 
 def rotate_and_store(
-    q: Float[Array, "B 1 N H"],
+    heads: Sequence[Float[Array, "B 1 _ _"]],
     k: NewKeys,
-    v: Float[Array, "B 1 K Hv"],
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
     end: Int[Array, " B"],
     near: tuple[int, int],
     implementation: Implementation | None,
     table: Int[Array, "B pages"] | None = None,
-) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
+) -> tuple[TurnedQueries, Stored, Stored] | None:
     """Apply rotary embedding and basis to single tokens and quantize them into the cache, with one kernel.
 
     Args:
-      q: queries.
+      heads: heads of queries, keys and values (`join_heads`).
       k: keys that still need a turn.
-      v: values.
       stored: stores of keys and of values, pools if there is a `table`; without planes if the kernels do not
         support a code.
       positions: position of each token.
@@ -466,8 +525,8 @@ def rotate_and_store(
       table: block table of a paged cache.
 
     Returns:
-      Rotated queries and both updated stores. None if the kernel cannot serve the call, even if `pallas` is
-      requested, or if XLA is requested.
+      Rotated queries, with a token axis in their plain form, and both updated stores. None if the kernel
+      cannot serve the call, even if `pallas` is requested, or if XLA is requested.
     """
     sinks, window = near
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
@@ -475,25 +534,22 @@ def rotate_and_store(
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.
 
-    def prepare(q: Array, keys: Array, v: Array) -> tuple[Array, Array, Array, Turning]:
+    def prepare(heads: Sequence[Array]) -> tuple[list[Array], Turning]:
         cos, sin = turn.angles()
-        turning = Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
-        return q[:, 0], keys[:, 0], v[:, 0], turning
+        return [x[:, 0] for x in heads], Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
 
     def refusal() -> str | None:
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
-        queries, keys, values, turning = jax.eval_shape(prepare, q, k.keys, v)
-        row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-        return device_refusal(q) or turn_and_store_refusal(
-            queries, keys, values, turning, *stored, row, row, **options
+        shapes, turning = jax.eval_shape(prepare, heads)
+        row = jax.ShapeDtypeStruct(heads[0].shape[:1], jnp.int32)
+        return device_refusal(heads[0]) or turn_and_store_refusal(
+            shapes, turning, *stored, row, row, **options
         )
 
     # Otherwise other kernels do the parts of its work, and log it.
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    queries, stored_k, stored_v = turn_and_store(
-        *prepare(q, k.keys, v), *stored, positions[:, 0], end, **options
-    )
-    return queries[:, None], stored_k, stored_v
+    queries, stored_k, stored_v = turn_and_store(*prepare(heads), *stored, positions[:, 0], end, **options)
+    return queries._replace(plain=queries.plain[:, None]), stored_k, stored_v

@@ -89,8 +89,6 @@ class NewKeys(NamedTuple):
         q, keys = rope_and_basis(q, self.keys, *self.turn, implementation)
         return q, self._replace(keys=keys, turn=None)
 
-    def block_scores(
-        self, slots: int, scale: float, *, on_kernel: bool = False
-    ) -> Float[Array, "B T N blocks"] | None:
+    def block_scores(self, slots: int, scale: float) -> Float[Array, "B T N blocks"] | None:
         """Return `ShiftedQueries.block_scores` for positions below `slots`; None if the keys are whole."""
-        return None if self.shift is None else self.shift.block_scores(slots, scale, on_kernel=on_kernel)
+        return None if self.shift is None else self.shift.block_scores(slots, scale)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Parts, Plane
+from kernels_pallas import CodedPass, Plane
 from kernels_pallas.select.scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import (
@@ -39,11 +39,12 @@ from zdc_jax.cache.specs.prefix_ring import put_tokens
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
+    attend_passes,
     choice_refusal,
     choose_by_index,
-    coded_decode,
     coded_decode_refusal,
-    merge_parts,
+    far_pass,
     queries_at_once,
     slots_for,
     takes_kernels,
@@ -167,26 +168,39 @@ class CodedChoosing(CodedFar, Choosing):
 
         def one_block(q: Array, positions: Array, pages: Array, *scores: Array) -> tuple[Array, Array]:
             own, _ = take_scores(call, scores)
-            return merge_parts(q, self._attend_slots(far, q, positions, pages, own))
+            read = self._pass_over_slots(far, q, positions, pages, own)
+            return attend_passes(q, read, scale=call.scale)
 
         block = self._count_queries_at_once(far, q)
         return in_query_blocks(one_block, block, q, positions, pages, *scores_of(call))
 
-    def decode_parts(
-        self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
-    ) -> tuple[Parts, Any]:
+    def far_pass(
+        self,
+        far: FarTokens,
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
+    ) -> tuple[CodedPass, Any]:
         pages = self.chosen(far, q, positions, call) if self.index else aux
-        parts = self._attend_slots(far, q, positions, pages, call)
-        return parts, pages if self.leads or not self.index else aux
+        read = self._pass_over_slots(far, q, positions, pages, call, arranged)
+        return read, pages if self.leads or not self.index else aux
 
-    def _attend_slots(
-        self, far: FarTokens, q: Array, positions: Array, slots: Int[Array, "B T K n"], call: Call
-    ) -> Parts:
-        """Compute the attention of each query to the tokens in its `slots`, on the kernel."""
+    def _pass_over_slots(
+        self,
+        far: FarTokens,
+        q: Array,
+        positions: Array,
+        slots: Int[Array, "B T K n"],
+        call: Call,
+        arranged: ArrangedQueries | None = None,
+    ) -> CodedPass:
+        """Return the kernel's pass from each query over the tokens in its `slots`."""
         pools, table = pools_of(far)
         planes, near = self._convert_planes(pools), (self.sinks, self.window)
-        options: dict[str, Any] = {"scale": call.scale, "slots": slots, "table": table}
-        return coded_decode(q, planes, positions, near, block_scores=call.block_scores, **options)
+        options: dict[str, Any] = {"slots": slots, "table": table, "arranged": arranged}
+        return far_pass(q, planes, positions, near, block_scores=call.block_scores, **options)
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         return self._is_on_kernels(state.far, q[..., : self.R], call)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels_pallas import Parts, Stored
+from kernels_pallas import CodedPass, Stored, TurnedQueries, join_heads
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, CodedParts
 from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
@@ -17,7 +17,7 @@ from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.cache_attention import merge_parts, rotate_and_store
+from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes, rotate_and_store
 from zdc_jax.ops.new_keys import NewKeys
 
 
@@ -25,7 +25,7 @@ from zdc_jax.ops.new_keys import NewKeys
 class CodedFar(NearFar):
     """`NearFar` with a quantized store.
 
-    On kernels, a single token does not use `NearFar.attend`, but `decode_parts` and `decode_stored` of the
+    On kernels, a single token does not use `NearFar.attend`, but `far_pass` and `decode_stored` of the
     ring. A subclass that changes how tokens are written must override `project` too, so that keys come in
     stored form.
     """
@@ -46,10 +46,19 @@ class CodedFar(NearFar):
         """Return the store with the new tokens, as `write_far`, where no kernel supports the codes."""
 
     @abstractmethod
-    def decode_parts(self, far: State, q: Array, positions: Array, call: Call, aux: Any) -> tuple[Parts, Any]:
-        """Compute attention of single queries [B, 1, N, R] to the far tokens, on kernels.
+    def far_pass(
+        self,
+        far: State,
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
+    ) -> tuple[CodedPass, Any]:
+        """Return the kernel's pass from single queries [B, 1, N, R] over the far tokens.
 
-        Call it only where `reads_pages` is true. The second result is the `aux` to pass on.
+        Call it only where `reads_pages` is true. `arranged` are the queries as the kernel reads them, if
+        other kernels wrote them so. The second result is the `aux` to pass on.
         """
 
     def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
@@ -79,10 +88,13 @@ class CodedFar(NearFar):
         k, call = move_shift(k, call, self.capacity(state.far))
         if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
-                q, written = stored
-                far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux)
-                near = self.near.decode_stored(written.near, q, positions, call)
-                return Attended(written, *merge_parts(q, near, far), aux)
+                (q, q_far, q_near), gains, written = stored
+                of_far = ArrangedQueries(q_far, gains)
+                of_near = None if q_near is None else ArrangedQueries(q_near, gains)
+                far, aux = self.far_pass(written.far, q[..., : self.R], positions, call, aux, of_far)
+                near = self.near.decode_stored(written.near, q, positions, call, of_near)
+                o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
+                return Attended(written, o, lse, aux)
             q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 
@@ -95,11 +107,12 @@ class CodedFar(NearFar):
         positions: Array,
         end: Array,
         call: Call,
-    ) -> tuple[Array, NearFarState] | None:
+    ) -> tuple[TurnedQueries, Array | None, NearFarState] | None:
         """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
 
         Returns:
-          The rotated queries and the cache with the new tokens, or None if no kernel supports the cache.
+          The rotated queries, their arranged block scores, and the cache with the new tokens. None if no
+          kernel supports the cache.
         """
         rings = self.near.kernel_rings(state.near)
         if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
@@ -109,12 +122,13 @@ class CodedFar(NearFar):
         far, table = pools_of(state.far)
         keys, values = self.coded_parts(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
+        heads = join_heads(q, k.keys, v)
         result = rotate_and_store(
-            q, k, v, stored, positions, end, state.near.near, call.implementation, table
+            heads, k, stored, positions, end, state.near.near, call.implementation, table
         )
         if result is None:
             return None
-        q, *written = result
+        turned, *written = result
         coded = [
             in_pages(restore_tree([coded for _, coded in parts], new.planes), table)
             for parts, new in zip((keys, values), written, strict=True)
@@ -124,4 +138,5 @@ class CodedFar(NearFar):
             for old, new in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
-        return q, NearFarState(near, self.from_parts(*coded))
+        gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
+        return turned, gains, NearFarState(near, self.from_parts(*coded))

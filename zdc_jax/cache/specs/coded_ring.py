@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Parts, Plane
+from kernels_pallas import CodedPass, Plane, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
@@ -15,9 +15,10 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_rin
 from zdc_jax.cache.specs.spec import Attended, Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
+    attend_passes,
     coded_decode_refusal,
-    coded_ring_decode,
-    merge_parts,
+    ring_pass,
     round_with_kernel,
     takes_kernels,
 )
@@ -109,13 +110,22 @@ class CodedRing(PrefixRing):
     ) -> Attended:
         if q.shape[1] == 1 and self.can_decode_stored(state, q, v, call):
             written = self.write(state, k, v, positions, end)
-            return Attended(written, *merge_parts(q, self.decode_stored(written, q, positions, call)), aux)
+            near = self.decode_stored(written, q, positions, call)
+            return Attended(written, *attend_passes(q, near, scale=call.scale), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
         attended = self.unquantized.attend(
             decoded, q, k._replace(keys=read_k), read_v, positions, end, aux, call
         )
         return attended._replace(state=self._put(state, coded_k, coded_v, positions, end))
+
+    def join_prompt(
+        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> tuple[PrefixRingState, Trailing]:
+        decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
+        (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
+        _, rows = self.unquantized.join_prompt(decoded, k._replace(keys=read_k), read_v, positions, end)
+        return self._put(state, coded_k, coded_v, positions, end), rows
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
@@ -127,16 +137,23 @@ class CodedRing(PrefixRing):
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
-    def decode_stored(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
+    def decode_stored(
+        self,
+        state: PrefixRingState,
+        q: Array,
+        positions: Array,
+        call: Call,
+        arranged: ArrangedQueries | None = None,
+    ) -> CodedPass:
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
-        return coded_ring_decode(
+        return ring_pass(
             q,
             planes,
             positions,
-            scale=call.scale,
             sinks=sinks,
             window=window,
             block_scores=call.block_scores,
+            arranged=arranged,
         )
 
     def attend_whole(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Parts, Plane
+from kernels_pallas import CodedPass, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import kernel_planes
@@ -17,17 +17,21 @@ from zdc_jax.cache.paging.pages import Pages, pools_of
 from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
-from zdc_jax.cache.specs.spec import Call, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
+    ArrangedQueries,
+    attend_passes,
     can_dequantize_far,
-    coded_decode,
+    can_join,
     coded_decode_refusal,
     dequantize_far,
-    merge_parts,
+    far_pass,
+    near_far_attention,
     slots_for,
     takes_kernels,
 )
+from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +123,57 @@ class CodedStore(CodedFar):
         stored = kernel_planes(self._pair_codes(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
-            return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
+            read, _ = self.far_pass(far, q, positions, call, None)
+            return attend_passes(q, read, scale=call.scale)
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
-    def decode_parts(
-        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
-    ) -> tuple[Parts, Any]:
+    def attend_jointly(
+        self,
+        state: NearFarState,
+        q: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        call: Call,
+    ) -> Attended | None:
+        pools, table = pools_of(state.far)
+        is_whole = self.R == self.Z == self.head_dim and state.near.near == (self.sinks, self.window)
+        if q.shape[1] == 1 or not is_whole or not can_join(self.sinks, self.window):
+            return None
+        if not self._can_dequantize(pools, table, q, call):
+            return None
+        near, rows = self.near.join_prompt(state.near, k, v, positions, end)
+        far = self.write_far(state, k, v, positions, end)
+        planes = self._convert_planes(pools_of(far)[0])
+        far_k, far_v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
+        o, lse = near_far_attention(
+            q,
+            far_k,
+            far_v,
+            rows,
+            positions,
+            scale=call.scale,
+            sinks=self.sinks,
+            window=self.window,
+            end=end,
+            block_scores=call.block_scores,
+        )
+        return Attended(NearFarState(near, far), o, lse, None)
+
+    def far_pass(
+        self,
+        far: tuple[Coded, Coded],
+        q: Array,
+        positions: Array,
+        call: Call,
+        aux: Any,
+        arranged: ArrangedQueries | None = None,
+    ) -> tuple[CodedPass, Any]:
         (pools, table), near = pools_of(far), (self.sinks, self.window)
         stored = kernel_planes(self._pair_codes(pools))
-        options: dict[str, Any] = {"scale": call.scale, "table": table}
-        return coded_decode(q, stored, positions, near, block_scores=call.block_scores, **options), aux
+        options: dict[str, Any] = {"table": table, "arranged": arranged}
+        return far_pass(q, stored, positions, near, block_scores=call.block_scores, **options), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         (pools, table), q = pools_of(state.far), q[..., : self.R]

@@ -150,6 +150,23 @@ class NearFar(LayerCacheSpec):
         far = self.write_far(state, k, v, positions, end)
         return far, *self.far_part(far, q, k, positions, call, aux)
 
+    def attend_jointly(
+        self,
+        state: NearFarState,
+        q: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        call: Call,
+    ) -> Attended | None:
+        """Compute `attend` to near and far tokens of a chunk of prompts with one kernel.
+
+        Returns:
+          The result without `aux`; None where no kernel can do so, as for stores without an override.
+        """
+        return None
+
     def create(self, batch: int, capacity: int) -> NearFarState:
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
 
@@ -169,6 +186,8 @@ class NearFar(LayerCacheSpec):
         call: Call,
     ) -> Attended:
         k, call = move_shift(k, replace(call, end=end), self.capacity(state.far))
+        if (joint := self.attend_jointly(state, q, k, v, positions, end, call)) is not None:
+            return joint._replace(aux=aux)
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)

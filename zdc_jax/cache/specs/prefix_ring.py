@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
     TAIL_ALIGNMENT,
+    CodedPass,
     Parts,
     Ring,
     Trailing,
@@ -33,6 +34,7 @@ from zdc_jax.ops.attention import (
     choose_implementation,
     self_attention,
 )
+from zdc_jax.ops.cache_attention import ArrangedQueries
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -135,6 +137,16 @@ class PrefixRing(LayerCacheSpec):
         o, lse = attend(arguments)
         return Attended(written, o, lse, aux)
 
+    def join_prompt(
+        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> tuple[PrefixRingState, Trailing]:
+        """Write a chunk of prompts, and return the near keys and values that its queries read, by position.
+
+        Only with a window.
+        """
+        written = self.write(state, k, v, positions, end)
+        return written, _list_near_rows(state, written, k.keys, v, positions[:, 0], *state.near)
+
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         return self._choose_implementation(state, q, v, call) == "pallas"
 
@@ -159,9 +171,18 @@ class PrefixRing(LayerCacheSpec):
         return self._choose_implementation(state, q, v, call) == "pallas"
 
     def decode_stored(
-        self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
-    ) -> Parts:
-        """Compute attention of single tokens that the cache stores already, on kernels."""
+        self,
+        state: PrefixRingState,
+        q: Float[Array, "B 1 N H"],
+        positions: Int[Array, "B 1"],
+        call: Call,
+        arranged: ArrangedQueries | None = None,
+    ) -> Parts | CodedPass:
+        """Compute attention of single tokens that the cache stores already, on kernels.
+
+        A quantized ring returns the pass that computes it. `arranged` are the queries as its kernel reads
+        them, if other kernels wrote them so.
+        """
         sinks, window = state.near
         return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
 
@@ -411,13 +432,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
         R, Z = stored_k.shape[-1], stored_v.shape[-1]
-        past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
-        first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
-        rows = partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
-        tails = rows(state.ring_k, k[..., R:]), rows(state.ring_v, v[..., Z:])
-        rings = written.ring_k, written.ring_v
-        heads = (ring[:, :, window:] for ring in rings) if sinks else (None, None)
-        trailing = Trailing(*tails, first, *heads)
+        trailing = _list_near_rows(state, written, k[..., R:], v[..., Z:], start, sinks, window)
     return prefill_attention(
         q,
         stored_k,
@@ -431,3 +446,28 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
         block_table=table,
         block_scores=block_scores,
     )
+
+
+def _list_near_rows(
+    state: PrefixRingState,
+    written: PrefixRingState,
+    k: Float[Array, "B T K C"],
+    v: Float[Array, "B T K Z"],
+    start: Int[Array, " B"],
+    sinks: int,
+    window: int,
+) -> Trailing:
+    """Return the coordinates of near keys and values that the ring stores, by position.
+
+    Args:
+      state: ring before the new tokens overwrote it.
+      written: ring with the new tokens.
+      k, v: coordinates of the new tokens that the ring stores.
+      start: position of the first new token.
+      sinks, window: near tokens.
+    """
+    past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
+    first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
+    rows = partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
+    of_sinks = (ring[:, :, window:] for ring in (written.ring_k, written.ring_v)) if sinks else (None, None)
+    return Trailing(rows(state.ring_k, k), rows(state.ring_v, v), first, *of_sinks)

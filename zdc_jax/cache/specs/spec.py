@@ -7,7 +7,7 @@ layer of a plan to a spec. `tests/cache_contract.py` holds the contract that eve
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
@@ -64,6 +64,10 @@ class Call:
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
+      arranged_scores: function from the heads of single tokens, queries first, to `block_scores` as the
+        kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
+      copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
+        as many, or one.
     """
 
     scale: float
@@ -72,17 +76,21 @@ class Call:
     table: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
+    arranged_scores: Callable[[Array], Array] | None = None
+    copies: int = 1
 
 
 def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
     """Return keys and call with the shift of the keys as `block_scores` of the call.
 
-    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged.
+    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged. Compiled programs
+    compute only the form of the scores that they use.
     """
     if k.shift is None:
         return k, call
-    scores = k.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
-    return k._replace(shift=None), replace(call, block_scores=scores)
+    scores = k.shift.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
+    arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale)
+    return k._replace(shift=None), replace(call, block_scores=scores, arranged_scores=arranged)
 
 
 class Attended(NamedTuple):
@@ -90,7 +98,7 @@ class Attended(NamedTuple):
 
     Attributes:
       state: cache that includes the new tokens.
-      o: attention output [B, T, N, Z].
+      o: attention output [B, T, N, Z]; `Call.copies` rows are allowed for a single sequence.
       lse: log-sum-exp of the scaled scores, [B, N, T] float32.
       aux: values for the following layers, any tree of arrays, or None.
     """

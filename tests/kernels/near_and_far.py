@@ -1,0 +1,54 @@
+"""Prefill of far keys and of near keys from arrays of their own: cases, and a check of one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from brute_force import check, prefill_near_and_far
+
+from kernels_pallas import Trailing, prefill_attention
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+NEAR_AND_FAR = {
+    "prompts from the start": (300, (0, 0), (300, 170), 128, 4),
+    "later chunks": (200, (900, 333), (200, 131), 128, 4),
+    "a window that ends within blocks": (190, (77, 500), (190, 150), 100, 4),
+    "a window of one": (70, (3, 700), (70, 65), 1, 4),
+    "a wide window": (140, (620, 64), (140, 140), 512, 64),
+    "no sinks": (150, (128, 0), (150, 0), 64, 0),
+}
+"""T, starts, number of queries in each row, window and sinks."""
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, BF16)
+
+
+def near_and_far(T, starts, counts, window, sinks, config, page=0, H=16):
+    """Check attention to far keys, and to near keys whose arrays begin at a multiple of 64."""
+    B, N, K, starts = 2, 2, 1, np.array(starts)
+    S = -(-(int(max(starts)) + T) // 128) * 128
+    q, far = draw(0, B, T, N, H), (draw(1, B, K, S, H), draw(2, B, K, S, H))
+    near = draw(3, B, K, S, H), draw(4, B, K, S, H)
+    gains = 2 * draw(5, B, T, N, S // 64).astype(F32)
+    base = np.maximum(starts - window + 1, 0) // 64 * 64
+    rows = max(starts - base) + T
+
+    def cut(x):
+        return jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, :rows] for b in range(B)])
+
+    of_sinks = (near[0][:, :, :64], near[1][:, :, :64]) if sinks else ()
+    apart = Trailing(cut(near[0]), cut(near[1]), jnp.asarray(base, jnp.int32), *of_sinks)
+    options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "sinks": sinks, "window": window}
+    wanted = prefill_near_and_far(q, far, near, gains=gains, **options)
+    table = None
+    if page:
+        pages = B * S // page
+        order = np.random.default_rng(0).permutation(pages)
+        far = [
+            x.reshape(B, K, S // page, page, H).swapaxes(1, 2).reshape(pages, K, page, H)[order] for x in far
+        ]
+        table = jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)
+    found = prefill_attention(
+        q, *far, keys="far", near=apart, block_table=table, block_scores=gains, config=config, **options
+    )
+    check(*found, *wanted, BF16)
