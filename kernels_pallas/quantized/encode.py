@@ -205,7 +205,7 @@ def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
     half, C = 2 ** (bits - 1), sum(piece.shape[1] for piece in x)
 
     def tried(code: Array) -> tuple[Array, Array, Array]:
-        step = jnp.maximum(from_e5m3(code), SMALLEST) / half
+        step = _step(code, half)
         # Levels are halfway between integers.
         wrong = [jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5 for size in sizes]
         return sum((each * each).sum(1, keepdims=True) for each in wrong) * (step * step), code, step
@@ -218,6 +218,51 @@ def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
     code = jnp.where(largest >= INFINITE, NAN_CODE, code)
     levels = [_levels(*pair, step, half) for pair in zip(raw, sizes, strict=True)]
     return levels, code.astype(jnp.uint8)[:, 0]
+
+
+def coded_token(x: Array, C: int, bits: int) -> tuple[Array, Array]:
+    """Quantize one token of C coordinates; all scales are tried at once, with little code.
+
+    Args:
+      x: float32 [width]; the width is a power of two, and from C on there are zeros.
+      C: coordinates.
+      bits: bits per level.
+
+    Returns:
+      Levels int32 [width], and the scale uint8.
+    """
+    raw, half = lax.bitcast_convert_type(x, jnp.int32), 2 ** (bits - 1)
+    positive = raw & 0x7FFFFFFF
+    largest, size = positive.max(0), lax.bitcast_convert_type(positive, jnp.float32)
+    offset, count = reach_numbers(bits, C)
+    widest = (largest + offset >> E5M3_SHIFT) - E5M3_BIAS
+    step = _step(jnp.clip(widest - lax.iota(jnp.int32, count), 0, NAN_CODE - 1), half)
+    wrong = jnp.abs(_beyond(size[None] * (1 / step)[:, None], half)[1]) - 0.5
+    wrong = jnp.where(lax.iota(jnp.int32, x.shape[0])[None] < C, wrong, 0.0)
+    best = jnp.argmin((wrong * wrong).sum(1) * (step * step), 0)
+    code = jnp.clip(widest - best, 0, NAN_CODE - 1)
+    levels = _levels(raw, size, _step(code, half), half)
+    return levels, jnp.where(largest >= INFINITE, NAN_CODE, code).astype(jnp.uint8)
+
+
+def packed_token(level: Array, C: int, bits: int) -> Iterator[tuple[int, int, Array]]:
+    """Yield the packed bytes of the levels of one token of C coordinates, for each bit plane.
+
+    Yields first byte, number of bytes, and the bytes; further bytes after them are padding.
+    """
+    for plane, place, size in byte_places(C, 0, C, bits):
+        bits -= plane
+        part, each = level >> bits, 8 // plane
+        level &= 2**bits - 1
+        if each > 1:
+            parts = part.reshape(-1, each)
+            part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, 1))).sum(1)
+        yield place, size, part.astype(jnp.uint8)
+
+
+def _step(code: Array, half: int) -> Array:
+    """Return the difference of neighboring levels for the code of a scale."""
+    return jnp.maximum(from_e5m3(code), SMALLEST) / half
 
 
 def _levels(raw: Array, size: Array, step: Array, half: int) -> Array:

@@ -1,6 +1,6 @@
 """New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-    grid: (K, ⌈B/16⌉, parts), Triton; 4 warps per program
+    grid: (K, B, parts), Triton; 4 warps per program, 8 for heads of 256
     G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
     planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
     planes of the store, and ring: values of one KV head: quantize → plane or ring
@@ -9,16 +9,18 @@ Queries and keys get rotary embedding and basis as in `post_rope`. Keys and valu
 integers as in `encode`, and written to their slots of the store and of the ring of near tokens. No other pass
 over the new tokens follows.
 
-The kernel serves one token per sequence, where launches dominate the time. Its longest chain are reductions
-of keys, which cross warps after the product. So each plane and the ring have their own program, and several
-programs compute the same product. A program keeps its values in registers from the product with the basis to
-the packed levels. It issues all loads before it waits for any.
+The kernel serves one token per sequence, where latency is all. The weights of a layer push its code out of
+the cache of the GPU, so that each instruction comes from memory, once per layer. A program therefore has a
+single token: tiles of 16 rows, as tensor cores want them, needed five times the code. All scales are tried at
+once, in one tile. Each plane and the ring have their own program, although several then compute the same
+product. A program issues all loads before it waits for any.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_turn_and_store` raises, and `post_rope` and XLA
 do the work.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,15 +33,11 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.quantized.encode import coded, packed
+from kernels_pallas.quantized.encode import coded_token, packed_token
 from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
 from kernels_pallas.quantized.queries import PlaneForm, columns_of, place_of
-from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
+from kernels_pallas.triton import check_back_end, check_offsets, in_pages, plt
 
-ROWS = 16
-"""Rows of a program, for products on tensor cores; rows past the batch are masked."""
-WARPS = 4
-"""Warps of a program."""
 HEADS = (32, 64, 128, 256)
 """Allowed head dimensions: their halves are powers of two, as Triton requires."""
 
@@ -112,18 +110,11 @@ class _Form(NamedTuple):
         """Number of programs that write: one for each plane of the store, and one for the ring."""
         return len(self.planes) + 1
 
-    def destinations(self, width: int) -> list[list[tuple[int, int]]]:
-        """Return the spans of coordinates that each program writes."""
-        spans = self.spans(width)
-        return [*spans[:-1], [span for each in spans for span in each]]
-
-    def spans(self, width: int) -> list[list[tuple[int, int]]]:
-        """Return begins and widths of parts of each plane's coordinates, and of those without a plane."""
-        found, first = [], 0
-        for C in (*(C for _, C in self.planes), width - sum(C for _, C in self.planes)):
-            found.append([(first + begin, size) for begin, size in pieces(C)])
-            first += C
-        return found
+    def destinations(self, width: int) -> list[tuple[int, int]]:
+        """Return the first coordinate and the number of coordinates that each program writes."""
+        widths = [C for _, C in self.planes]
+        begins = itertools.accumulate(widths[:-1], initial=0)
+        return [*zip(begins, widths, strict=True), (0, width)]
 
 
 class _Geometry(NamedTuple):
@@ -132,7 +123,6 @@ class _Geometry(NamedTuple):
     `near` is sinks and window; `together` means that q, k and v are heads of one array.
     """
 
-    B: int
     S: int
     G: int
     H: int
@@ -333,7 +323,6 @@ def _launch(
     """Launch `turn_and_store` on checked arguments; the first arrays are those of `TurnedQueries`."""
     (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
     g = _Geometry(
-        B=B,
         S=rows_of(arrays[0][1], block_table)[2],
         G=heads_of_first // K - (2 if len(heads) == 1 else 0),
         H=H,
@@ -354,9 +343,9 @@ def _launch(
     found = pl.pallas_call(
         functools.partial(_kernel, g=g),
         out_shape=[*queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)],
-        grid=(K, pl.cdiv(B, ROWS), g.G + g.k.programs + g.v.programs),
+        grid=(K, B, g.G + g.k.programs + g.v.programs),
         input_output_aliases={len(given) + i: len(queries) + i for i in range(len(held))},
-        compiler_params=plt.CompilerParams(num_warps=WARPS),
+        compiler_params=plt.CompilerParams(num_warps=max(4, H // 32)),
         interpret=interpret,
         name="zdc_turn_and_store",
     )(*given, *held)
@@ -379,30 +368,28 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     k_held, v_held = take(g.k.arrays), take(g.v.arrays)
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
     first_k, first_v = (K * g.G, K * (g.G + 1)) if g.together else (0, 0)
-    rows = _Rows(g, pl.program_id(1) * ROWS + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0))
+    token = _Token(pl.program_id(1))
 
     @pl.when(part < g.G)
     def _queries() -> None:
-        head, spans = kv * g.G + part, pieces(g.H)
-        turned = rows.turned(q_ref, head, (cos, sin), q_basis, kv, spans)
-        for _, out in arranged:
-            rows.fill_missing(out, kv, part)
-        for (begin, _), x in zip(spans, turned, strict=True):
-            rows.put(q_out, head, begin, x.astype(q_out.dtype))
-            for form, out in arranged:
-                rows.put_arranged(out, kv, part, begin, x.astype(out.dtype), form)
+        head = kv * g.G + part
+        x = token.turn(q_ref, head, (cos, sin), q_basis, kv, (0, g.H))
+        column = lax.iota(jnp.int32, g.H)
+        plt.store(q_out.at[token.b, head, column], x.astype(q_out.dtype))
+        for form, out in arranged:
+            token.put_arranged(out, kv, part, x.astype(out.dtype), form)
+            token.fill_missing(out, kv, part, g.G)
 
     def put_keys(index: int) -> None:
-        spans = g.k.destinations(g.H)[index]
-        turned = rows.turned(k_ref, first_k + kv, (cos, sin), k_basis, kv, spans)
-        places = rows.places(starts, ends, table, k_held[0].shape)
-        _put(places, kv, [x.astype(k_ref.dtype) for x in turned], spans, g.k, k_held, index)
+        span = g.k.destinations(g.H)[index]
+        x = token.turn(k_ref, first_k + kv, (cos, sin), k_basis, kv, span).astype(k_ref.dtype)
+        _put(token.find_places(starts, ends, table, k_held[0].shape, g), kv, x, span[1], g.k, k_held, index)
 
     def put_values(index: int) -> None:
-        spans = g.v.destinations(v_ref.shape[2])[index]
-        places = rows.places(starts, ends, table, v_held[0].shape)
-        x = [rows.get(v_ref, *span, first_v + kv) for span in spans]
-        _put(places, kv, x, spans, g.v, v_held, index)
+        begin, width = g.v.destinations(v_ref.shape[2])[index]
+        column = lax.iota(jnp.int32, pl.next_power_of_2(width))
+        x = plt.load(v_ref.at[token.b, first_v + kv, begin + column], mask=column < width, other=0.0)
+        _put(token.find_places(starts, ends, table, v_held[0].shape, g), kv, x, width, g.v, v_held, index)
 
     for index in range(g.k.programs):
         pl.when(part == g.G + index)(functools.partial(put_keys, index))
@@ -411,153 +398,95 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
 
 class _Places(NamedTuple):
-    """Destinations of the tokens of rows, [ROWS, 1] each.
+    """Destinations of a token.
 
     Attributes:
-      lead: sequence or page in the store.
-      slot: slot in the store.
+      far: sequence or page, and slot in the store.
       kept: whether the token is written to the store.
-      row: sequence.
-      near_slot: slot in the ring.
-      near: whether the token is written to the ring.
+      near: sequence, and slot in the ring.
+      recent: whether the token is written to the ring.
     """
 
-    lead: Array
-    slot: Array
+    far: tuple[Array, Array]
     kept: Array
-    row: Array
-    near_slot: Array
-    near: Array
+    near: tuple[Array, Array]
+    recent: Array
 
 
-class _Rows(NamedTuple):
-    """Rows of a program, [ROWS, 1]."""
+class _Token(NamedTuple):
+    """Token of a program: that of sequence `b`."""
 
-    g: _Geometry
-    row: Array
+    b: Array
 
-    @property
-    def there(self) -> Array:
-        return self.row < self.g.B
-
-    def get(self, ref: Any, begin: int, width: int, *head: Array) -> Array:
-        """Load [ROWS, width] of an array [B, ·], or of a head of [B, heads, ·]."""
-        at = ref.at[self.row, *head, _columns(begin, width)]
-        return plt.load(at, mask=self.there, other=0.0)
-
-    def put(self, ref: Any, head: Array, begin: int, x: Array) -> None:
-        """Store into one head; the inverse of `get`."""
-        at = ref.at[self.row, head, _columns(begin, x.shape[1])]
-        plt.store(at, x, mask=jnp.broadcast_to(self.there, x.shape))
-
-    def put_arranged(
-        self, ref: Any, kv: Array, member: Array, begin: int, x: Array, form: Sequence[PlaneForm]
-    ) -> None:
-        """Store coordinates of one head of a group into arranged queries [B, K, columns, R]."""
-        coordinate = _columns(begin, x.shape[1])
-        mask = self.there & (coordinate < ref.shape[3])
-        plt.store(ref.at[self.row, kv, member, place_of(coordinate, form)], x, mask=mask)
-
-    def fill_missing(self, ref: Any, kv: Array, member: Array) -> None:
-        """Store zeros into a share of the columns of arranged queries that no head has."""
-        _, _, count, R = ref.shape
-        for column in range(self.g.G, count, self.g.G):
-            for begin, width in pieces(R):
-                at = ref.at[self.row, kv, member + column, _columns(begin, width)]
-                mask = jnp.broadcast_to(self.there & (member + column < count), (ROWS, width))
-                plt.store(at, jnp.zeros((ROWS, width), ref.dtype), mask=mask)
-
-    def turned(
+    def turn(
         self,
         ref: Any,
         head: Array,
         angles: tuple[Any, Any],
         basis: Any,
         kv: Array,
-        spans: Sequence[tuple[int, int]],
-    ) -> list[Array]:
-        """Return columns of RoPE(x) A, float32 [ROWS, ·], for the given begins and widths."""
-        half = self.g.H // 2
-        rows = [pl.ds(i * half, half) for i in range(2)]
-        bases = [[plt.load(basis.at[kv, each, pl.ds(*span)]) for each in rows] for span in spans]
-        low, high = (self.get(ref, i * half, half, head).astype(jnp.float32) for i in range(2))
-        cos, sin = (self.get(each, 0, half) for each in angles)
-        dtype = bases[0][0].dtype
-        halves = (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
+        span: tuple[int, int],
+    ) -> Array:
+        """Return coordinates of RoPE(x) A from a begin on, float32; a power of two, with zeros at the end."""
+        (begin, width), half = span, basis.shape[1] // 2
+        row, column = lax.iota(jnp.int32, half), lax.iota(jnp.int32, pl.next_power_of_2(width))[None]
+        tiles = [
+            plt.load(basis.at[kv, (i * half + row)[:, None], begin + column], mask=column < width, other=0.0)
+            for i in range(2)
+        ]
+        low, high = (plt.load(ref.at[self.b, head, i * half + row]).astype(jnp.float32) for i in range(2))
+        cos, sin = (plt.load(each.at[self.b, row]) for each in angles)
+        halves = low * cos - high * sin, high * cos + low * sin
+        # Products of 16-bit numbers are exact in float32, as on tensor cores.
+        products = (
+            x.astype(basis.dtype).astype(jnp.float32)[:, None] * tile.astype(jnp.float32)
+            for x, tile in zip(halves, tiles, strict=True)
+        )
+        return functools.reduce(jnp.add, products).sum(0)
 
-        def product(x, a):
-            return lax.dot_general(x, a, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    def put_arranged(self, ref: Any, kv: Array, member: Array, x: Array, form: Sequence[PlaneForm]) -> None:
+        """Store one head of a group into arranged queries [B, K, columns, R]."""
+        coordinate = lax.iota(jnp.int32, x.shape[0])
+        at = ref.at[self.b, kv, member, place_of(coordinate, form)]
+        plt.store(at, x, mask=coordinate < ref.shape[3])
 
-        return [product(halves[0], first) + product(halves[1], second) for first, second in bases]
+    def fill_missing(self, ref: Any, kv: Array, member: Array, groups: int) -> None:
+        """Store zeros into a share of the columns of arranged queries that no head has."""
+        _, _, count, R = ref.shape
+        place = lax.iota(jnp.int32, pl.next_power_of_2(R))
+        for column in range(groups, count, groups):
+            mask = (place < R) & (member + column < count)
+            zeros = jnp.zeros(place.shape, ref.dtype)
+            plt.store(ref.at[self.b, kv, member + column, place], zeros, mask=mask)
 
-    def places(self, starts: Any, ends: Any, table: Any, pool: tuple[int, ...]) -> _Places:
-        """Return where the new tokens at `starts` go; `pool` is the shape of a plane's levels."""
-        g, (sinks, window) = self.g, self.g.near
-
-        def of_row(ref):
-            return plt.load(ref.at[self.row], mask=self.there, other=0)
-
-        position, end = of_row(starts), of_row(ends)
-        new = self.there & (position < end)
-        kept, lead, slot = new & (position < g.S), self.row, position
+    def find_places(self, starts: Any, ends: Any, table: Any, pool: tuple[int, ...], g: _Geometry) -> _Places:
+        """Return where the new token at its start goes; `pool` is the shape of a plane's levels."""
+        sinks, window = g.near
+        position = starts[self.b]
+        new = position < ends[self.b]
+        kept, lead, slot = new & (position < g.S), self.b, position
         if table is not None:
-            pages, page = pool[0], pool[2]
-            entry = jnp.clip(lax.div(position, jnp.int32(page)), 0, table.shape[1] - 1)
-            lead = plt.load(table.at[self.row, entry], mask=self.there, other=-1)
-            slot = lax.rem(position, jnp.int32(page))
-            kept &= (lead >= 0) & (lead < pages)
+            lead, slot, is_valid = in_pages(table, self.b, position, pool)
+            kept &= is_valid
         recent = lax.rem(position, jnp.int32(max(window, 1)))
         near_slot = jnp.where(position < sinks, window + position, recent)
-        near = new if window else new & (position < sinks)
-        return _Places(lead, slot, kept, self.row, near_slot, near)
-
-
-def _columns(begin: int, width: int) -> Array:
-    return begin + lax.broadcasted_iota(jnp.int32, (1, width), 1)
+        return _Places((lead, slot), kept, (self.b, near_slot), new if window else new & (position < sinks))
 
 
 def _put(
-    places: _Places,
-    kv: Array,
-    x: Sequence[Array],
-    spans: Sequence[tuple[int, int]],
-    form: _Form,
-    held: Sequence[Any],
-    index: int,
+    places: _Places, kv: Array, x: Array, width: int, form: _Form, held: Sequence[Any], index: int
 ) -> None:
-    """Write spans of keys or values to one destination of the form: a plane of the store, or the ring."""
-    near, begins = (places.row, kv, places.near_slot), [begin for begin, _ in spans]
-    pieces = [(begin - begins[0], piece) for begin, piece in zip(begins, x, strict=True)]
-    width = sum(size for _, size in spans)
-    if index < len(form.planes):
-        levels, reach = held[2 * index : 2 * index + 2]
-        at = places.lead, kv, places.slot
-        _put_coded(pieces, width, form.planes[index][0], levels, reach, at, places.kept)
-    elif form.ring < 16:
-        levels, reach = held[-2:]
-        _put_coded(pieces, width, form.ring, levels, reach, near, places.near)
-    else:
-        for begin, piece in pieces:
-            mask = jnp.broadcast_to(places.near, piece.shape)
-            plt.store(held[-1].at[*near, _columns(begin, piece.shape[1])], piece, mask=mask)
-
-
-def _put_coded(
-    x: Sequence[tuple[int, Array]],
-    C: int,
-    bits: int,
-    levels_ref: Any,
-    reach_ref: Any,
-    at: tuple[Array, Array, Array],
-    kept: Array,
-) -> None:
-    """Quantize parts of tokens [ROWS, C], each with its begin, and write the `kept` ones to a plane.
-
-    `at` is (sequence or page, KV head, slot).
-    """
-    levels, reach = coded([piece.astype(jnp.float32) for _, piece in x], bits)
-    for (begin, _), level in zip(x, levels, strict=True):
-        for place, size, part in packed(level, C, begin, bits):
-            taken = levels_ref.at[*at, _columns(place, size)]
-            plt.store(taken, part, mask=jnp.broadcast_to(kept, part.shape))
-    plt.store(reach_ref.at[*at], reach[:, None], mask=kept)
+    """Write coordinates of a key or value to one destination: a plane of the store, or the ring."""
+    is_far = index < len(form.planes)
+    (lead, slot), kept = (places.far, places.kept) if is_far else (places.near, places.recent)
+    if not is_far and form.ring == 16:
+        column = lax.iota(jnp.int32, x.shape[0])
+        plt.store(held[-1].at[lead, kv, slot, column], x, mask=kept & (column < width))
+        return
+    bits = form.planes[index][0] if is_far else form.ring
+    levels_ref, reach_ref = held[2 * index : 2 * index + 2] if is_far else held[-2:]
+    levels, reach = coded_token(x.astype(jnp.float32), width, bits)
+    for place, size, part in packed_token(levels, width, bits):
+        byte = lax.iota(jnp.int32, part.shape[0])
+        plt.store(levels_ref.at[lead, kv, slot, place + byte], part, mask=kept & (byte < size))
+    plt.store(reach_ref.at[lead, kv, slot], reach, mask=kept)

@@ -12,7 +12,6 @@ from abstract_gpu import on_abstract_h200
 from pages import Pool
 
 from kernels_pallas import Plane, Stored, Turning, join_heads, turn_and_store, turn_and_store_refusal
-from kernels_pallas.quantized.turn_and_store import ROWS
 from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
@@ -169,11 +168,6 @@ def near(found, exact, dtype):
 @pytest.mark.matrix("32-whole")
 def test_in_rows_and_in_pages(kinds, page):
     Case(kinds).check(page, interpret=True)
-
-
-@pytest.mark.full
-def test_more_rows_than_a_program_has():
-    Case(KINDS["chosen"], B=ROWS + 5, G=1, rotation=jnp.bfloat16).check(interpret=True)
 
 
 @pytest.mark.matrix
