@@ -37,6 +37,7 @@ from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
+    ONE_GRAPH,
     SEPARATE_PRODUCTS,
     DecodeState,
     Flat,
@@ -71,7 +72,7 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """XLA options for programs with many custom kernels.
 
 By default XLA puts kernels into CUDA graphs, and appears to rebuild a graph, kernel by kernel, whenever an
-array has moved. That costs more than it saves in prefill, and in decoding of quantized caches.
+array has moved. That costs more than it saves in prefill, and where several graphs make up a step.
 """
 PREFILL_OPTIONS = NO_GRAPHS | SEPARATE_PRODUCTS
 
@@ -379,11 +380,12 @@ class Runner:
         for width in [widest] if self.together else self._widths:
             yield _name_prefill(width), lower_prefill(_prefill_chunk, width)
         rows = layout.rows, 1 + WIDTH
-        yield "decode", self._lower(_decode, _choose_decode_options(layout), *rows)
+        options = _choose_decode_options(self._network, layout)
+        yield "decode", self._lower(_decode, options, *rows)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for choice in choices:
             loop = partial(_decode_loop, self.steps, choice)
-            yield _name_decode_loop(choice), self._lower(loop, _choose_decode_options(layout), *rows)
+            yield _name_decode_loop(choice), self._lower(loop, options, *rows)
         yield from list_choosing(
             self._network, self._state, self._shaping, widths=self._widths, where=self._where
         )
@@ -439,8 +441,13 @@ class Runner:
         return min(bucket(tokens), self.layout.capacity)
 
 
-def _choose_decode_options(layout: Layout) -> dict[str, Any]:
-    """Return XLA options for decoding; caches that split recent and older tokens have more kernels."""
+def _choose_decode_options(network: Transformer, layout: Layout) -> dict[str, Any]:
+    """Return XLA options for decoding (decision 0013).
+
+    On a mesh, collectives cut graphs into pieces, and caches that split recent and older tokens have many.
+    """
+    if network.mesh is None:
+        return ONE_GRAPH
     split = any(isinstance(spec, Paged) and isinstance(spec.spec, NearFar) for spec in layout.specs)
     return NO_GRAPHS if split else {}
 

@@ -160,11 +160,21 @@ class Attention(nnx.Module):
         Keys leave their mean out before they are rounded: in bfloat16 a mean of 400 would round them to even
         numbers.
         """
-        q = self._normalize(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
+        q = self._normalize(add_bias(self._multiply(x, self.q[...]), self.q_bias), self.q_norm)
         k = self._normalize(self._project_keys(x), self.k_norm)
         if self.k_mean is not None:
             k = without_mean(k, positions, self.k_mean[...], self._rope_frequencies()).astype(x.dtype)
-        return q, k, add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
+        return q, k, add_bias(self._multiply(x, self.v[...]), self.v_bias)
+
+    def _multiply(self, x: Float[Array, "B T D"], weights: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
+        """Return a projection of queries or values.
+
+        XLA merges products of equal dtypes. That of keys has float32 if keys leave their mean out. For a
+        single token the others follow it, so that all three are one product.
+        """
+        if self.k_mean is None or x.shape[1] > 1:
+            return jnp.einsum("BTD,DNH->BTNH", x, weights)
+        return einsum_f32("BTD,DNH->BTNH", x, weights).astype(x.dtype)
 
     def _project_keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K H"]:
         """Return keys after the bias, in float32 if they will leave their mean out."""
