@@ -10,7 +10,6 @@ from types import TracebackType
 
 import jax
 
-from zdc_jax.axes import Array
 from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
@@ -433,15 +432,11 @@ class Engine:
 
     def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
         """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
-
-        def take_row(array: Array) -> Array:
-            return array[row]
-
         tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
         if broken := not chosen.finite[row, len(tokens) - 1]:
             tokens.pop()
         try:
-            device_knows = bool(tokens) and job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
+            device_knows = bool(tokens) and job.add_tokens(tokens, chosen.take_row(row))
         except PromptError as error:
             logger.warning("request %s ends with an error: %s", job.request.id, error)
             job.emit(Event(finish_reason="error", error=str(error)))

@@ -141,6 +141,11 @@ class SampledTokens(NamedTuple):
         """The tokens and their log-probabilities."""
         return Token(self.tokens, self.finite, self.logprob, self.top_ids, self.top_logprobs)
 
+    def take_row(self, row: int) -> Token:
+        """Return the tokens of one sequence and their log-probabilities."""
+        logprobs = (None if part is None else part[row] for part in self.parts[2:])
+        return Token(self.tokens[row], self.finite[row], *logprobs)
+
 
 def choose(
     embeddings: Embeddings,

@@ -1,9 +1,11 @@
 """Asynchronous access to the engine requests of one client."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
@@ -15,6 +17,32 @@ IndexedEvent = tuple[int, Event]
 """Index of a request and one of its events."""
 
 
+class Relay:
+    """Way of calls from the engine's threads to the event loop.
+
+    The loop is woken once for all calls that wait. To wake it for each would hand Python's lock to and fro
+    for every token.
+    """
+
+    def __init__(self) -> None:
+        self._calls = deque[Callable[[], None]]()
+        self._is_woken = False
+
+    def pass_to(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        """Let the loop run a call soon, after all earlier ones."""
+        self._calls.append(call)
+        if not self._is_woken:
+            self._is_woken = True
+            # The loop may be closed already; the engine's thread must not fail then.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._run_all)
+
+    def _run_all(self) -> None:
+        self._is_woken = False  # First, so that a call which comes now wakes the loop again.
+        while self._calls:
+            self._calls.popleft()()
+
+
 @dataclass(frozen=True)
 class Answers:
     """Engine requests of one client, with their events in one queue.
@@ -22,13 +50,17 @@ class Answers:
     Attributes:
       tickets: handles of the requests.
       arrived: events that were not read yet.
+      news: set when an event arrives.
     """
 
     tickets: list[Ticket] = field(default_factory=list)
-    arrived: asyncio.Queue[IndexedEvent] = field(default_factory=asyncio.Queue)
+    arrived: deque[IndexedEvent] = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def submit(cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics) -> Self:
+    def submit(
+        cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics, relay: Relay
+    ) -> Self:
         """Submit all requests, or none if one is refused.
 
         Raises the errors of `Serving.submit`. Needs a running event loop.
@@ -39,7 +71,7 @@ class Answers:
             for index, request in enumerate(requests):
                 if name is not None:
                     request = replace(request, id=name if len(requests) == 1 else f"{name}-{index}")
-                notify = answers._make_callback(index, Stopwatch(metrics, request))
+                notify = answers._make_callback(index, Stopwatch(metrics, request), relay)
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
             answers.cancel()
@@ -54,12 +86,17 @@ class Answers:
     async def events(self) -> AsyncIterator[IndexedEvent]:
         """Yield events as they arrive, until all requests have ended.
 
+        Events that wait together for one request become one, so that a busy server sends fewer chunks.
+
         Raises:
           RequestError: a request failed or was cancelled.
         """
         left = len(self.tickets)
         while left:
-            index, event = await self.arrived.get()
+            while not self.arrived:
+                self.news.clear()
+                await self.news.wait()
+            index, event = self._take()
             if event.finish_reason == "error":
                 raise RequestError(event.error or "the engine failed", status=500)
             if event.finish_reason == "cancelled":
@@ -67,17 +104,24 @@ class Answers:
             left -= event.finish_reason is not None
             yield index, event
 
-    def _make_callback(self, index: int, watch: Stopwatch) -> Callable[[Event], None]:
+    def _take(self) -> IndexedEvent:
+        """Take the oldest event, joined with those that follow it."""
+        index, event = self.arrived.popleft()
+        while self.arrived and event.finish_reason is None and self.arrived[0][0] == index:
+            following = self.arrived[0][1]
+            if following.finish_reason in ("error", "cancelled"):  # What came before it is sent first.
+                break
+            event = event.join(following)
+            self.arrived.popleft()
+        return index, event
+
+    def _make_callback(self, index: int, watch: Stopwatch, relay: Relay) -> Callable[[Event], None]:
         """Return a callback for the engine's thread that passes events to the event loop."""
         loop = asyncio.get_running_loop()
 
         def record(event: Event) -> None:
             watch.record(event)
-            self.arrived.put_nowait((index, event))
+            self.arrived.append((index, event))
+            self.news.set()
 
-        def notify(event: Event) -> None:
-            # The loop may be closed already; the engine's thread must not fail then.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(record, event)
-
-        return notify
+        return lambda event: relay.pass_to(loop, partial(record, event))
