@@ -63,10 +63,10 @@ CHUNK_HEADER = 4
 """Numbers before a packed chunk's tokens: batch index, first position, token count, end of text."""
 MAX_CHUNKS = 3
 """Most chunks of one program; attention pads each of them to the tokens of all."""
-STEPS_ON_MESH = 4
-"""Default decode steps of one program on a mesh.
+STEPS = 4
+"""Default decode steps of one program on GPUs and on a mesh (decision 0014).
 
-There the host takes longer to start a step than the GPUs take to run it. More steps gain little.
+There the host takes longer to start a step and to send its tokens than GPUs to run it. More steps gain little.
 """
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """XLA options for programs with many custom kernels.
@@ -141,7 +141,7 @@ class Runner:
       network: network to run.
       layout: layout of its cache.
       chunk: most tokens of a chunk.
-      steps: decode steps of one program; default `STEPS_ON_MESH` on a mesh and 1 elsewhere.
+      steps: decode steps of one program; default `STEPS` on GPUs and on a mesh, and 1 elsewhere.
 
     Attributes:
       layout: layout of the cache.
@@ -159,7 +159,7 @@ class Runner:
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = network.on_all_devices
-        self.steps = steps or (STEPS_ON_MESH if self._where else 1)
+        self.steps = steps or (STEPS if self._where or jax.default_backend() == "gpu" else 1)
         self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
