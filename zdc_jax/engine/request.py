@@ -1,7 +1,7 @@
 """Interface of an engine: requests, events, statistics and the `Serving` protocol."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from zdc_jax.generation.next_token import MAX_LOGPROBS as MAX_LOGPROBS
@@ -94,17 +94,6 @@ class Event:
     error: str | None = None
     cached_tokens: int = 0
     queued: float = 0.0
-
-    def join(self, following: "Event") -> "Event":
-        """Return this event and the next one of the same request as one."""
-        has_text = self.text is not None or following.text is not None
-        return replace(
-            following,
-            tokens=self.tokens + following.tokens,
-            text=(self.text or "") + (following.text or "") if has_text else None,
-            logprobs=self.logprobs + following.logprobs,
-            prompt_logprobs=self.prompt_logprobs + following.prompt_logprobs,
-        )
 
 
 class Ticket(Protocol):

@@ -66,7 +66,8 @@ MAX_CHUNKS = 3
 STEPS = 4
 """Default decode steps of one program on GPUs and on a mesh (decision 0014).
 
-There the host takes longer to start a step and to send its tokens than GPUs to run it. More steps gain little.
+There the host takes longer to start a step and to send its tokens than GPUs to run it. More steps gain
+little.
 """
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """XLA options for programs with many custom kernels.
@@ -444,7 +445,7 @@ class Runner:
 def _choose_decode_options(network: Transformer, layout: Layout) -> dict[str, Any]:
     """Return XLA options for decoding (decision 0013).
 
-    On a mesh, collectives cut graphs into pieces, and caches that split recent and older tokens have many.
+    On a mesh, collectives split graphs. Caches of recent and older tokens then have many small ones.
     """
     if network.mesh is None:
         return ONE_GRAPH

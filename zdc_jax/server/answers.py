@@ -50,12 +50,10 @@ class Answers:
     Attributes:
       tickets: handles of the requests.
       arrived: events that were not read yet.
-      news: set when an event arrives.
     """
 
     tickets: list[Ticket] = field(default_factory=list)
-    arrived: deque[IndexedEvent] = field(default_factory=deque)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: asyncio.Queue[IndexedEvent] = field(default_factory=asyncio.Queue)
 
     @classmethod
     def submit(
@@ -86,17 +84,12 @@ class Answers:
     async def events(self) -> AsyncIterator[IndexedEvent]:
         """Yield events as they arrive, until all requests have ended.
 
-        Events that wait together for one request become one, so that a busy server sends fewer chunks.
-
         Raises:
           RequestError: a request failed or was cancelled.
         """
         left = len(self.tickets)
         while left:
-            while not self.arrived:
-                self.news.clear()
-                await self.news.wait()
-            index, event = self._take()
+            index, event = await self.arrived.get()
             if event.finish_reason == "error":
                 raise RequestError(event.error or "the engine failed", status=500)
             if event.finish_reason == "cancelled":
@@ -104,24 +97,12 @@ class Answers:
             left -= event.finish_reason is not None
             yield index, event
 
-    def _take(self) -> IndexedEvent:
-        """Take the oldest event, joined with those that follow it."""
-        index, event = self.arrived.popleft()
-        while self.arrived and event.finish_reason is None and self.arrived[0][0] == index:
-            following = self.arrived[0][1]
-            if following.finish_reason in ("error", "cancelled"):  # What came before it is sent first.
-                break
-            event = event.join(following)
-            self.arrived.popleft()
-        return index, event
-
     def _make_callback(self, index: int, watch: Stopwatch, relay: Relay) -> Callable[[Event], None]:
         """Return a callback for the engine's thread that passes events to the event loop."""
         loop = asyncio.get_running_loop()
 
         def record(event: Event) -> None:
             watch.record(event)
-            self.arrived.append((index, event))
-            self.news.set()
+            self.arrived.put_nowait((index, event))
 
         return lambda event: relay.pass_to(loop, partial(record, event))
