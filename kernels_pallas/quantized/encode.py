@@ -245,21 +245,6 @@ def coded_token(x: Array, C: int, bits: int) -> tuple[Array, Array]:
     return levels, jnp.where(largest >= INFINITE, NAN_CODE, code).astype(jnp.uint8)
 
 
-def packed_token(level: Array, C: int, bits: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield the packed bytes of the levels of one token of C coordinates, for each bit plane.
-
-    Yields first byte, number of bytes, and the bytes; further bytes after them are padding.
-    """
-    for plane, place, size in byte_places(C, 0, C, bits):
-        bits -= plane
-        part, each = level >> bits, 8 // plane
-        level &= 2**bits - 1
-        if each > 1:
-            parts = part.reshape(-1, each)
-            part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, 1))).sum(1)
-        yield place, size, part.astype(jnp.uint8)
-
-
 def _step(code: Array, half: int) -> Array:
     """Return the difference of neighboring levels for the code of a scale."""
     return jnp.maximum(from_e5m3(code), SMALLEST) / half
@@ -281,15 +266,16 @@ def _beyond(at: Array, half: int) -> tuple[Array, Array]:
 
 
 def packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield the packed bytes of levels [rows, width] of the coordinates from `begin` on, of C.
+    """Yield the packed bytes of levels […, width] of the coordinates from `begin` on, of C.
 
-    Yields first byte, number of bytes and the bytes for each bit plane.
+    Yields first byte, number of bytes and the bytes for each bit plane. Levels after the last coordinate give
+    further bytes, which are padding.
     """
-    for plane, place, size in byte_places(C, begin, level.shape[1], bits):
+    for plane, place, size in byte_places(C, begin, min(level.shape[-1], C - begin), bits):
         bits -= plane
         part, each = level >> bits, 8 // plane
         level &= 2**bits - 1
         if each > 1:
-            parts = part.reshape(level.shape[0], size, each)
-            part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
+            parts = part.reshape(*part.shape[:-1], -1, each)
+            part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, part.ndim))).sum(-1)
         yield place, size, part.astype(jnp.uint8)

@@ -16,7 +16,7 @@ from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.server.answers import Answers, Relay
+from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
 from zdc_jax.server.body import read_body
 from zdc_jax.server.metrics import Metrics
@@ -393,7 +393,7 @@ def test_an_engine_does_not_suffer_from_a_server_that_has_gone():
             self.notify = notify
 
     async def ask() -> None:
-        Answers.submit(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"), Relay())
+        Answers.submit(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
 
     late = Late()
     late.stats, late.max_model_len = EngineStats, 9

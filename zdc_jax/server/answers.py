@@ -1,11 +1,9 @@
 """Asynchronous access to the engine requests of one client."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Self
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
@@ -15,32 +13,6 @@ from zdc_jax.server.middleware import request_id
 
 IndexedEvent = tuple[int, Event]
 """Index of a request and one of its events."""
-
-
-class Relay:
-    """Way of calls from the engine's threads to the event loop.
-
-    The loop is woken once for all calls that wait. To wake it for each would hand Python's lock to and fro
-    for every token.
-    """
-
-    def __init__(self) -> None:
-        self._calls = deque[Callable[[], None]]()
-        self._is_woken = False
-
-    def pass_to(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """Let the loop run a call soon, after all earlier ones."""
-        self._calls.append(call)
-        if not self._is_woken:
-            self._is_woken = True
-            # The loop may be closed already; the engine's thread must not fail then.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._run_all)
-
-    def _run_all(self) -> None:
-        self._is_woken = False  # First, so that a call which comes now wakes the loop again.
-        while self._calls:
-            self._calls.popleft()()
 
 
 @dataclass(frozen=True)
@@ -56,9 +28,7 @@ class Answers:
     arrived: asyncio.Queue[IndexedEvent] = field(default_factory=asyncio.Queue)
 
     @classmethod
-    def submit(
-        cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics, relay: Relay
-    ) -> Self:
+    def submit(cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics) -> Self:
         """Submit all requests, or none if one is refused.
 
         Raises the errors of `Serving.submit`. Needs a running event loop.
@@ -69,7 +39,7 @@ class Answers:
             for index, request in enumerate(requests):
                 if name is not None:
                     request = replace(request, id=name if len(requests) == 1 else f"{name}-{index}")
-                notify = answers._make_callback(index, Stopwatch(metrics, request), relay)
+                notify = answers._make_callback(index, Stopwatch(metrics, request))
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
             answers.cancel()
@@ -97,7 +67,7 @@ class Answers:
             left -= event.finish_reason is not None
             yield index, event
 
-    def _make_callback(self, index: int, watch: Stopwatch, relay: Relay) -> Callable[[Event], None]:
+    def _make_callback(self, index: int, watch: Stopwatch) -> Callable[[Event], None]:
         """Return a callback for the engine's thread that passes events to the event loop."""
         loop = asyncio.get_running_loop()
 
@@ -105,4 +75,9 @@ class Answers:
             watch.record(event)
             self.arrived.put_nowait((index, event))
 
-        return lambda event: relay.pass_to(loop, partial(record, event))
+        def notify(event: Event) -> None:
+            # The loop may be closed already; the engine's thread must not fail then.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(record, event)
+
+        return notify

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.generation.token_bytes import get_token_bytes
-from zdc_jax.server.answers import Answers, Relay
+from zdc_jax.server.answers import Answers
 from zdc_jax.server.api_keys import make_guard
 from zdc_jax.server.body import Body, ModelRequest, read_body, show
 from zdc_jax.server.errors import HANDLERS, RequestError, report_errors_of
@@ -80,14 +80,12 @@ class Api:
       names: names of the model in the API.
       metrics: metrics of the server.
       max_body_bytes: largest request.
-      relay: way of events to the event loop.
     """
 
     engine: Serving
     names: tuple[str, ...]
     metrics: Metrics
     max_body_bytes: int
-    relay: Relay = field(default_factory=Relay)
 
     def routes(self, guard: Sequence[Middleware]) -> list[Route]:
         """Return the routes; clients pass `guard` first, except where programs watch the server."""
@@ -124,7 +122,7 @@ class Api:
         chat = body.to_chat()
         request = await run_in_threadpool(body.engine_request, chat, model, length)
         reply = ResponseReply(body.model or self.names[0], model, body, chat, request)
-        answers = Answers.submit(self.engine, [request], self.metrics, self.relay)
+        answers = Answers.submit(self.engine, [request], self.metrics)
         if body.stream:
             return EventStream(answers, stream_response(answers, reply))
         return await _answer_whole(http, answers, reply)
@@ -212,7 +210,7 @@ class Api:
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
         reply = make_reply(body, body.model or self.names[0], self.engine.model, requests)
-        answers = Answers.submit(self.engine, requests, self.metrics, self.relay)
+        answers = Answers.submit(self.engine, requests, self.metrics)
         if body.stream:
             events = _stream_events(answers, reply, body.stream_options.include_usage)
             return EventStream(answers, events)
