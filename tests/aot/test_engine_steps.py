@@ -15,8 +15,10 @@ from compiled import compiled, device
 from benchmarks.model.models import LLAMA_2_7B, build
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.engine import choosing, runner
+from zdc_jax.engine import choosing, programs
 from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.programs import CHUNK_HEADER, PrefillState, with_table
+from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
@@ -67,23 +69,24 @@ def arguments(plan: CompressionPlan, longest: int):
     def make() -> DecodeState:
         layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
         cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
-        return DecodeState.of(cache)
+        tails = [jnp.zeros((layout.tails or 0, *leaf.shape[1:]), leaf.dtype) for leaf in cache.own]
+        return PrefillState(DecodeState.of(cache), tails if layout.tails else [])
 
     return leaves, tree, jax.eval_shape(make)
 
 
 def program(
-    plan: CompressionPlan, step, packed: tuple[int, ...], longest: int = TOKENS
+    plan: CompressionPlan, step, packed: tuple[int, ...], longest: int = TOKENS, *, prefills: bool = False
 ) -> tuple[set[str], Any, Any]:
-    """Return the names of a step's Mosaic kernels, the compiled step, and the engine's state."""
+    """Return the names of a step's Mosaic kernels, the compiled step, and the state that it updates."""
     leaves, tree, state = arguments(plan, longest)
+    state = state if prefills else state.batch
     table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
     given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
 
     def run(leaves, state, table, packed):
-        state = state._replace(cache=replace(state.cache, table=table))
-        state, found = step(jax.tree.unflatten(tree, leaves), state, packed)
-        return state._replace(cache=replace(state.cache, table=None)), found
+        state, found = step(jax.tree.unflatten(tree, leaves), with_table(state, table), packed)
+        return with_table(state, None), found
 
     with on_abstract_h200():
         found = {kernel.name for kernel in compiled(run, *given)}
@@ -105,7 +108,7 @@ def has(found: set[str], kernels: set[str]) -> bool:
 @pytest.mark.parametrize("name", PLANS)
 def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     plan, kernels = PLANS[name]
-    found, step, state = program(plan, runner._decode, (ROWS, 1 + WIDTH))
+    found, step, state = program(plan, programs.decode_once, (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
     assert not WAITING.search(step.as_text())
     memory = step.memory_analysis()
@@ -115,12 +118,14 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", PLANS)
-def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name):
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, ROWS) for name in PLANS), ("dense", 1), ("coded near", 1)]
+)
+def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name, rows):
     # XLA knows the loop's trip count, and pools stay in place in the loop.
     plan, kernels = PLANS[name]
-    in_one = partial(runner._decode_loop, 4, "greedy")
-    found, step, state = program(plan, in_one, (ROWS, 1 + WIDTH))
+    in_one = partial(programs.decode_loop, 4, "greedy")
+    found, step, state = program(plan, in_one, (rows, 1 + WIDTH))
     assert has(found, kernels), found
     loops = [line for line in step.as_text().splitlines() if WAITING.search(line)]
     assert len(loops) == 1, loops
@@ -148,8 +153,8 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     # No pool is copied. If a chunk is so short that its own arrays are small, no sequence is copied either,
     # and no loop makes the host wait.
     plan, _ = PLANS[name]
-    numbers = runner.CHUNK_HEADER + width
-    found, step, state = program(plan, runner._prefill_chunk, (numbers,))
+    alone = partial(programs.prefill_and_decode, 1, 0)
+    found, step, state = program(plan, alone, (CHUNK_HEADER + width,), prefills=True)
     chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
     assert has(found, {"zdc_prefill"} | chooses), found
     memory, text = step.memory_analysis(), step.as_text()
@@ -169,16 +174,17 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
         ("coded", 1, TOKENS, 7 / 4),
         ("chosen", 1, TOKENS, 5),
         ("coded near", 1, 8 * TOKENS, 16),  # Dequantized values are many times as large.
-        ("dense", runner.MAX_CHUNKS, TOKENS, 1),
-        ("ranks", runner.MAX_CHUNKS, TOKENS, 1),
-        ("coded", runner.MAX_CHUNKS, TOKENS, 5),
+        ("dense", MAX_CHUNKS, TOKENS, 1),
+        ("ranks", MAX_CHUNKS, TOKENS, 1),
+        ("coded", MAX_CHUNKS, TOKENS, 5),
     ],
 )
 def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, chunks, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(runner._prefill_and_decode, chunks, ROWS)
-    found, step, state = program(plan, step, (chunks * runner.CHUNK_HEADER + width + rows,), longest)
+    step = partial(programs.prefill_and_decode, chunks, ROWS)
+    numbers = chunks * CHUNK_HEADER + width + rows
+    found, step, state = program(plan, step, (numbers,), longest, prefills=True)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
     assert ("coded" in name) == ("zdc_dequantise" in text)

@@ -31,7 +31,8 @@ class Device:
 
     def run(self, plan: Plan, budget: int, alignment: int) -> list[tuple[Work, int]]:
         """Execute a step and return each work that got tokens, and how many."""
-        assert sum(chunk.end - chunk.begin for chunk in plan.chunks) <= budget
+        sizes = [chunk.end - chunk.begin for chunk in plan.chunks]
+        assert sum(sizes) <= budget or (sizes == [sizes[0]] and not plan.decode)
         for work, slot in plan.restored:
             self.ring[work.row] = self.tails[slot]
             assert self.tails[slot] == work.text[: work.cached]
@@ -58,8 +59,9 @@ class Device:
         self.write(work, chunk.begin, work.text[chunk.begin : chunk.end])
         self.ring[work.row] = work.text[: chunk.end]
         if chunk.tail is not None:
-            assert chunk.end % self.page == 0
-            self.tails[chunk.tail] = work.text[: chunk.end]
+            assert chunk.mark % self.page == 0
+            assert chunk.begin < chunk.mark <= chunk.end
+            self.tails[chunk.tail] = work.text[: chunk.mark]
         return [(work, 1)] if chunk.last else []
 
     def learn(self, work: Work) -> None:
@@ -92,14 +94,15 @@ REQUESTS = st.lists(
     steps=st.integers(1, 4),
     pages=st.integers(13, 40),
     tails=st.sampled_from([None, 0, 1, 3]),
+    cuts=st.booleans(),
+    alone=st.sampled_from([None, 32]),
 )
 def test_all_requests_end_and_every_token_is_read_once_in_order(
-    requests, rows, budget, alignment, steps, pages, tails
+    requests, rows, budget, alignment, steps, pages, tails, cuts, alone
 ):
     reuse = alignment == 1
-    scheduler = Scheduler(
-        rows, budget, pages=pages, page=PAGE, alignment=alignment, steps=steps, reuse=reuse, tails=tails
-    )
+    options = {"pages": pages, "page": PAGE, "alignment": alignment, "steps": steps, "reuse": reuse}
+    scheduler = Scheduler(rows, budget, **options, tails=tails, cuts=cuts, alone=alone)
     device, works = Device(pages, PAGE, rows, rings=tails is not None), []
     for index, (length, tokens, priority, _, _) in enumerate(requests):
         # Prompts are few, so that some continue others.

@@ -112,6 +112,21 @@ class KVCache:
         lengths = jax.lax.dynamic_update_slice_in_dim(self.lengths, one.lengths, index, 0)
         return replace(self, layers=states, lengths=lengths)
 
+    def first(self, count: int) -> "KVCache":
+        """Return the cache of the first `count` sequences, together with the page pools of all."""
+        table = None if self.table is None else self.table[:count]
+        layers = tuple(
+            spec.first_rows(state, count) for spec, state in zip(self.specs, self.layers, strict=True)
+        )
+        return replace(self, layers=layers, lengths=self.lengths[:count], table=table)
+
+    def with_first(self, some: "KVCache") -> "KVCache":
+        """Return the cache with its first sequences and the page pools taken from `some`, a `first` cache."""
+        layers = zip(self.specs, self.layers, some.layers, strict=True)
+        states = tuple(spec.with_first_rows(state, own) for spec, state, own in layers)
+        lengths = jnp.concatenate([some.lengths, self.lengths[len(some.lengths) :]])
+        return replace(self, layers=states, lengths=lengths)
+
     def _list_leaves(self) -> list[tuple[Array, bool]]:
         layers = zip(self.specs, self.layers, strict=True)
         pooled = [is_pool for spec, state in layers for is_pool in spec.pooled(state)]

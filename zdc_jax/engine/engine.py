@@ -256,6 +256,8 @@ class Engine:
             steps=self._runner.steps,
             reuse=self.config.reuse and layout.has_pages,
             tails=layout.tails,
+            cuts=self._runner.cuts,
+            alone=self._runner.alone,
             whole=self._runner.whole,
         )
 
@@ -399,21 +401,20 @@ class Engine:
             choice=job.choice,
             shaping=job.first_shaping() if chunk.last else None,
             following=following[0] if job.wants_scores(chunk.begin) else None,
+            mark=chunk.mark,
+            tail=chunk.tail,
         )
 
     def _collect_chunks(
         self, chunks: Sequence[PrefillChunk], chosen: list[SampledTokens], scores: Scores | None
     ) -> list[_PendingTokens]:
-        """Take snapshots after the chunks and return their pending tokens.
+        """Return the pending tokens of chunks.
 
         Chunks that generate no token are pending, too: waiting for them limits how far the host runs ahead.
         """
         pending = []
         for chunk, tokens in zip(chunks, chosen, strict=True):
             job = self._jobs[chunk.work]
-            if chunk.tail is not None:
-                assert chunk.work.row is not None
-                self._runner.save_tail(chunk.work.row, chunk.tail)
             scored = None if scores is None else (job, chunk, scores)
             pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
         return pending

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,18 @@ from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.engine.choosing import SHAPE, list_choosing, name_choosing, name_score
 from zdc_jax.engine.compiling import Lowering, compile_all
 from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.programs import (
+    CHUNK_HEADER,
+    PrefillState,
+    clear,
+    decode_loop,
+    decode_once,
+    prefill_and_decode,
+    prefill_chunk,
+    prefill_whole,
+    restore_tail,
+    with_table,
+)
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket
@@ -43,12 +55,7 @@ from zdc_jax.generation.steps import (
     Flat,
     Frontier,
     SampledTokens,
-    advance,
-    advance_with,
-    decode_steps,
-    take_last,
 )
-from zdc_jax.model.mixed_batch import Place
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import DATA, SEQUENCE
 
@@ -59,10 +66,17 @@ CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 
 Sequences are prefilled in chunks, batched with others, and take the place of sequences that have ended.
 """
-CHUNK_HEADER = 4
-"""Numbers before a packed chunk's tokens: batch index, first position, token count, end of text."""
 MAX_CHUNKS = 3
 """Most chunks of one program; attention pads each of them to the tokens of all."""
+ALONE = 4
+"""Size of the longest chunk on GPUs, relative to other chunks. Nothing else runs meanwhile."""
+NO_SLOT = 2**30
+"""Slot of no snapshot, beyond all slots."""
+FEW_ROWS = (1, 8)
+"""Numbers of sequences for which programs of several decode steps exist, and those for all.
+
+A step of all sequences costs more, even where few of them are active.
+"""
 STEPS = 4
 """Default decode steps of one program on GPUs and on a mesh (decision 0014).
 
@@ -91,6 +105,8 @@ class ChunkInputs:
       choice: kind of program that chooses that token.
       shaping: changes of logits before that choice; None for no changes.
       following: token after the chunk, to score the token after each of the chunk's; None for no scores.
+      mark: tokens of the sequence that a snapshot holds.
+      tail: slot of that snapshot; None for no snapshot.
     """
 
     row: int
@@ -101,11 +117,14 @@ class ChunkInputs:
     choice: Choice = "any"
     shaping: SequenceShaping | None = None
     following: int | None = None
+    mark: int = 0
+    tail: int | None = None
 
     @property
     def header(self) -> list[int]:
         """Numbers before the tokens in a packed chunk."""
-        return [self.row, self.begin, len(self.tokens), self.last]
+        slot = NO_SLOT if self.tail is None else self.tail
+        return [self.row, self.begin, len(self.tokens), self.last, self.mark, slot]
 
 
 @dataclass
@@ -130,9 +149,10 @@ class DecodeInputs:
         self.choice = max(choice, self.choice, key=get_args(Choice).index)
         self.is_shaped |= is_shaped
 
-    def pack(self) -> Int[np.ndarray, "B 1+WIDTH"]:
-        """Pack the inputs for a program."""
-        return np.concatenate([self.active[:, None].astype(np.int32), self.numbers], axis=1)
+    def pack(self, count: int | None = None) -> Int[np.ndarray, "B 1+WIDTH"]:
+        """Pack the inputs of the first `count` sequences for a program; default all."""
+        active, numbers = self.active[:count, None], self.numbers[:count]
+        return np.concatenate([active.astype(np.int32), numbers], axis=1)
 
 
 class Runner:
@@ -150,6 +170,8 @@ class Runner:
       whole: longer prompts are prefilled in one chunk if none of their tokens are cached; None for no such
         prompts. On a mesh with an axis `sequence` it is the chunk size, and their tokens are split.
       together: whether chunks and the next tokens of other sequences share a program.
+      cuts: whether chunks must end where snapshots are taken.
+      alone: most tokens of a chunk that runs alone.
       grouping: rule for combining chunks.
 
     Raises:
@@ -164,6 +186,12 @@ class Runner:
         self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
+        self.cuts = not self.together or network.reproducible
+        on_gpu = self.together and jax.default_backend() == "gpu"
+        self.alone = self._pad_width(ALONE * chunk) if on_gpu else self._widths[0]
+        # On a mesh, arrays of few sequences would be divided otherwise.
+        few = FEW_ROWS if self.steps > 1 and network.mesh is None else ()
+        self._row_counts = [*(count for count in few if count < layout.rows), layout.rows]
         apart = any(spec.queries_apart for spec in layout.specs)
         several = MAX_CHUNKS if self.together and not apart else 1
         self.grouping = Grouping(several, self._widths[0], self._pad_width)
@@ -216,14 +244,9 @@ class Runner:
         padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
         padded[: len(pages)] = pages
         if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
-            program = _jit_donated(_clear, self._state)
+            program = _jit_donated(clear, self._state)
             self._programs["clear"] = program.lower(self._state, np.int32(row), padded).compile()
         self._state = self._programs["clear"](self._state, np.int32(row), padded)
-
-    def save_tail(self, row: int, tail: int) -> None:
-        """Copy a sequence's state outside pages to a snapshot."""
-        pair = np.array([row, tail], np.int32)
-        self._tails = self._programs["save tail"](self._tails, self._state.cache.own, pair)
 
     def restore_tail(self, row: int, tail: int) -> None:
         """Copy a snapshot to a sequence's state outside pages."""
@@ -246,17 +269,19 @@ class Runner:
         """
         (first, *more), advanced, decodes = chunks, None, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
-        if self.together and (more or decodes or width < self._widths[0]):
-            count, packed_inputs = self.grouping.several if more else 1, decoding.pack()
-            packed_chunks = _pack_chunks(chunks, count, width, empty_row=self.layout.rows)
-            packed = np.concatenate([packed_chunks, packed_inputs.ravel()])
-            frontiers, hidden, others = self._run_step(_name_prefill_and_decode(count, width), packed)
-            advanced = others if decodes else None
+        count = self.grouping.several if more else 1
+        packed = _pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
+        if self._is_whole(first):
+            name = _name_prefill_whole(width)
+        elif self.together and (more or decodes or width < self._widths[0]):
+            name = _name_prefill_and_decode(count, width)
+            packed = np.concatenate([packed, decoding.pack().ravel()])
         else:
-            name = _name_prefill_whole(width) if self._is_whole(first) else _name_prefill(width)
-            packed = _pack_chunks(chunks, 1, width, empty_row=0)
-            frontier, hidden, _ = self._run_step(name, packed)
-            frontiers = (frontier,)
+            name = _name_prefill(width)
+        (self._state, self._tails), (frontiers, hidden, others) = self._programs[name](
+            self._flat, PrefillState(self._state, self._tails), self._send_table(), packed
+        )
+        advanced = others if decodes and self.together else None
         pairs = zip(chunks, frontiers, strict=False)
         chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
         return chosen, self._score(first, hidden), advanced
@@ -272,8 +297,10 @@ class Runner:
         They are one program if `steps` is `self.steps`, and one program for each step otherwise.
         """
         if steps == self.steps > 1:
-            packed = self._send(inputs.pack())
-            return [self._run_step(_name_decode_loop(inputs.choice), packed)]
+            last = int(np.flatnonzero(inputs.active)[-1])
+            count = next(count for count in self._row_counts if count > last)
+            packed = self._send(inputs.pack(count))
+            return [self._run_step(_name_decode_loop(count, inputs.choice), packed)]
         return [self.choose_next(self.advance(inputs), inputs) for _ in range(steps)]
 
     def advance(self, inputs: DecodeInputs) -> Frontier:
@@ -298,7 +325,7 @@ class Runner:
         return self._choose("next", inputs.choice, frontier, self._send(inputs.pack()), shaping)
 
     def _run_step(self, name: str, packed: np.ndarray | Array) -> Any:
-        """Run a program of layers, update the state, and return the other results."""
+        """Run a program of decoding, update the state, and return the other results."""
         self._state, result = self._programs[name](self._flat, self._state, self._send_table(), packed)
         return result
 
@@ -365,77 +392,83 @@ class Runner:
         """Yield the names of all programs and how to lower them; those that compile longest come first."""
         layout, widest = self.layout, self._widths[0]
 
-        def lower_prefill(step: Callable[..., Any], width: int) -> Lowering:
-            return self._lower(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
+        def lower_prefill(step: Callable[..., Any], *lengths: int) -> Lowering:
+            state = PrefillState(self._state, self._tails)
+            return self._lower(step, PREFILL_OPTIONS, state, sum(lengths))
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
-            step = partial(_prefill_and_decode, count, layout.rows)
-            length = count * CHUNK_HEADER + width + layout.rows * (1 + WIDTH)
-            yield _name_prefill_and_decode(count, width), self._lower(step, PREFILL_OPTIONS, length)
+            step = partial(prefill_and_decode, count, layout.rows)
+            lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
+            yield _name_prefill_and_decode(count, width), lower_prefill(step, *lengths)
         if (chunk := self.whole) is not None:
             doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
             for width in {self._pad_width(chunk << i) for i in doublings}:
-                yield _name_prefill_whole(width), lower_prefill(_prefill_whole, width)
+                yield _name_prefill_whole(width), lower_prefill(prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
-        for width in [widest] if self.together else self._widths:
-            yield _name_prefill(width), lower_prefill(_prefill_chunk, width)
-        rows = layout.rows, 1 + WIDTH
+        alone = partial(prefill_and_decode, 1, 0) if self.together else prefill_chunk
+        for width in self._list_alone_widths() if self.together else self._widths:
+            yield _name_prefill(width), lower_prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
-        yield "decode", self._lower(_decode, options, *rows)
+        yield "decode", self._lower(decode_once, options, self._state, layout.rows, 1 + WIDTH)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
-        for choice in choices:
-            loop = partial(_decode_loop, self.steps, choice)
-            yield _name_decode_loop(choice), self._lower(loop, options, *rows)
+        for count, choice in itertools.product(self._row_counts, choices):
+            loop = partial(decode_loop, self.steps, choice)
+            name = _name_decode_loop(count, choice)
+            yield name, self._lower(loop, options, self._state, count, 1 + WIDTH)
         yield from list_choosing(
             self._network, self._state, self._shaping, widths=self._widths, where=self._where
         )
         if layout.tails:
+            restore = _jit_donated(restore_tail, self._state)
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            save, restore = _jit_donated(_save_tail, self._tails), _jit_donated(_restore_tail, self._state)
-            yield "save tail", partial(save.lower, self._tails, self._state.cache.own, pair)
             yield "restore tail", partial(restore.lower, self._state, self._tails, pair)
 
-    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowering:
-        """Return how to lower a program of layers whose packed inputs have this shape."""
+    def _list_alone_widths(self) -> list[int]:
+        """Return the widths of chunks that run alone."""
+        doublings = range((self.alone // self._widths[0]).bit_length() + 1)
+        return sorted({min(self._widths[0] << i, self.alone) for i in doublings}, reverse=True)
 
-        def run(
-            flat: Flat[Transformer], state: DecodeState, table: Array, packed: Array
-        ) -> tuple[DecodeState, Any]:
-            state = state._replace(cache=replace(state.cache, table=table))
-            state, result = step(flat.whole, state, packed)
-            return state._replace(cache=replace(state.cache, table=None)), result
+    def _lower[S: (DecodeState, PrefillState)](
+        self, step: Callable[..., Any], options: dict[str, Any], state: S, *packed_shape: int
+    ) -> Lowering:
+        """Return how to lower a program of layers whose packed inputs have this shape.
+
+        `state` is what the step updates, the state of the batch alone or with the snapshots.
+        """
+
+        def run(flat: Flat[Transformer], state: S, table: Array, packed: Array) -> tuple[S, Any]:
+            state, result = step(flat.whole, with_table(state, table), packed)
+            return with_table(state, None), result
 
         describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
-        shardings = _get_shardings(self._state), self._where
+        shardings = _get_shardings(state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        inputs = self._flat, self._state, describe(self._pages.shape), describe(packed_shape)
-        return partial(program.lower, *inputs)
+        return partial(program.lower, self._flat, state, describe(self._pages.shape), describe(packed_shape))
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
 
-        If only the program with several chunks does not fit, chunks are prefilled one by one instead.
+        Programs with several chunks or with long ones are left out if they do not fit.
         """
-        several = self.grouping.several
-        grouped = _name_prefill_and_decode(several, self._widths[0]) if several > 1 else None
+        several, widest = self.grouping.several, self._widths[0]
+        grouped = _name_prefill_and_decode(several, widest) if several > 1 else None
+        long = {_name_prefill(width): width for width in self._list_alone_widths() if width > widest}
         if (free := free_device_bytes()) is None:
             return
         for name, program in self._programs.items():
-            needed = needed_bytes(program)
-            if needed > free and name == grouped:
-                logger.warning(
-                    "chunks are prefilled one by one: the program %r needs %d bytes, %d are free",
-                    name,
-                    needed,
-                    free,
-                )
-                self.grouping = replace(self.grouping, several=1)
-            elif needed > free:
+            if (needed := needed_bytes(program)) <= free:
+                continue
+            if name != grouped and name not in long:
                 raise CacheMemoryError(
                     f"the program {name!r} needs {needed:,} bytes in addition to weights and cache, "
                     f"{free:,} are free; lower max_sequences, max_model_len or cache_tokens"
                 )
+            logger.warning("the program %r is left out: it needs %d bytes, %d are free", name, needed, free)
+            if name == grouped:
+                self.grouping = replace(self.grouping, several=1)
+            else:
+                self.alone = min(self.alone, max(widest, long[name] // 2))
 
     def _pad_width(self, tokens: int) -> int:
         """Return the width of the program for a chunk: a power of two, at most the capacity."""
@@ -510,9 +543,12 @@ def _name_prefill_and_decode(count: int, width: int) -> str:
     return f"prefill {count} chunks and decode, {width} tokens"
 
 
-def _name_decode_loop(choice: Choice) -> str:
-    """Name the program of several decode steps; the sampling one serves every choice but `greedy`."""
-    return f"decode loop, {'greedy' if choice == 'greedy' else 'any'}"
+def _name_decode_loop(count: int, choice: Choice) -> str:
+    """Name the program of several decode steps of the first `count` sequences.
+
+    The sampling one serves every choice but `greedy`.
+    """
+    return f"decode loop of {count} sequences, {'greedy' if choice == 'greedy' else 'any'}"
 
 
 def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_row: int) -> np.ndarray:
@@ -520,104 +556,7 @@ def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty
 
     Missing chunks are empty and have the batch index `empty_row`.
     """
-    headers = [chunk.header for chunk in chunks] + [[empty_row, 0, 0, False]] * (count - len(chunks))
+    empty = [empty_row, 0, 0, False, 0, NO_SLOT]
+    headers = [chunk.header for chunk in chunks] + [empty] * (count - len(chunks))
     tokens = [token for chunk in chunks for token in chunk.tokens]
     return np.array([*itertools.chain(*headers), *tokens, *[0] * (width - len(tokens))], np.int32)
-
-
-def _prefill_chunk(
-    network: Transformer, state: DecodeState, packed: Array
-) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
-    """Prefill one chunk of one sequence; return its frontier and hidden states.
-
-    The sequence's own part of the cache is taken out and put back.
-    """
-    row, begin, count, last = packed[:CHUNK_HEADER]
-    cache, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
-    cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
-    hidden, cache = network.extend(cache, tokens[None], end[None])
-    frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
-    return state._replace(cache=state.cache.with_row(row, cache)), (frontier, hidden[0], None)
-
-
-def _prefill_and_decode(
-    several: int,
-    rows: int,
-    network: Transformer,
-    state: DecodeState,
-    packed: Array,
-) -> tuple[DecodeState, tuple[tuple[Frontier, ...], Array, Frontier]]:
-    """Prefill chunks of `several` sequences and run one decode step of all active sequences.
-
-    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
-    sequences. The batch has `rows` sequences.
-    """
-    headers_size, rows_size = several * CHUNK_HEADER, rows * (1 + WIDTH)
-    headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
-    tokens, packed_rows = packed[headers_size:-rows_size], packed[-rows_size:].reshape(rows, 1 + WIDTH)
-    row, begin, count, last = headers.T
-    place = Place(row, begin, begin + count)
-    cache, decoded, hidden = advance_with(
-        network,
-        state,
-        wanted=packed_rows[:, 0].astype(bool),
-        numbers=packed_rows[:, 1:],
-        place=place,
-        chunks=tokens,
-    )
-    ends = jnp.cumsum(count)
-    frontiers = tuple(
-        Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
-        for one in (slice(i, i + 1) for i in range(several))
-    )
-    return state._replace(cache=cache), (frontiers, hidden, decoded)
-
-
-def _prefill_whole(
-    network: Transformer, state: DecodeState, packed: Array
-) -> tuple[DecodeState, tuple[Frontier, None, None]]:
-    """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
-    row, _, count = packed[: CHUNK_HEADER - 1]
-    tokens, cache = packed[CHUNK_HEADER:], state.cache.row(row)
-    capacity, pages = state.cache.capacity, cast(Array, cache.table)
-    hidden, prompt_cache = network.prefill(tokens[None], count[None], capacity=capacity)
-    layers = tuple(
-        cast(Paged, spec).put_prompt(layer, prompt_layer, len(tokens), count[None], pages)
-        for spec, layer, prompt_layer in zip(cache.specs, cache.layers, prompt_cache.layers, strict=True)
-    )
-    cache = replace(cache, layers=layers, lengths=count[None])
-    frontier = Frontier(hidden, jnp.ones(1, bool), count[None])
-    return state._replace(cache=state.cache.with_row(row, cache)), (frontier, None, None)
-
-
-def _decode(network: Transformer, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
-    """Run the layers of one decode step of all active sequences."""
-    cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
-    return state._replace(cache=cache), frontier
-
-
-def _decode_loop(
-    steps: int, choice: Choice, network: Transformer, state: DecodeState, packed: Array
-) -> tuple[DecodeState, SampledTokens]:
-    """Run `steps` decode steps of all active sequences, without asking the host in between."""
-    return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
-
-
-def _save_tail(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
-    """Copy a sequence's state outside pages to a snapshot; `pair` has the batch index and the slot."""
-    row, tail = pair
-    return [snapshot.at[tail].set(leaf[row]) for snapshot, leaf in zip(tails, own, strict=True)]
-
-
-def _clear(state: DecodeState, row: Array, pages: Array) -> DecodeState:
-    """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
-    cache = state.cache
-    cache = cache.with_own([leaf.at[row].set(0) for leaf in cache.own])
-    return state._replace(cache=cache.with_pools([pool.at[pages].set(0) for pool in cache.pools]))
-
-
-def _restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
-    """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
-    row, tail = pair
-    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails, state.cache.own, strict=True)]
-    return state._replace(cache=state.cache.with_own(own))

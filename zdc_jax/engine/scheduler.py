@@ -14,11 +14,13 @@ and prefills only the rest. Some methods also have state outside pages, such as 
 is copied at the end of some pages, and a text can continue only from a page with such a snapshot ("tail").
 """
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
+from zdc_jax.generation.chunks import divide_prompt
 
 
 @dataclass(eq=False)
@@ -82,13 +84,15 @@ class PrefillChunk:
       work: request that the text belongs to.
       begin: position of the first token.
       end: position after the last token.
-      tail: slot for a snapshot after the chunk, or None.
+      tail: slot for a snapshot, or None.
+      mark: tokens of the text that the snapshot holds, at most `end`.
     """
 
     work: Work
     begin: int
     end: int
     tail: int | None = None
+    mark: int = 0
 
     @property
     def last(self) -> bool:
@@ -152,12 +156,14 @@ class Scheduler:
     Args:
       rows: size of the batch, the most running requests.
       budget: most prompt tokens of a step.
+      alone: most prompt tokens of a step with one text and nothing else; default `budget`.
       pages: number of pages, enough for any single request.
       page: tokens of a page.
       alignment: chunks start at multiples of this.
       steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1.
       reuse: share pages between texts.
       tails: number of snapshots; None if sequences have no state outside pages.
+      cuts: end chunks where snapshots are taken. Otherwise a chunk has at most one snapshot, anywhere.
       whole: texts with more tokens than this are prefilled in one chunk, regardless of the budget, if none of
         their tokens are cached. None for no such texts.
 
@@ -176,6 +182,8 @@ class Scheduler:
         steps: int = 1,
         reuse: bool = True,
         tails: int | None = None,
+        cuts: bool = True,
+        alone: int | None = None,
         whole: int | None = None,
     ):
         if rows < 1 or budget < alignment or steps < 1 or pages < 1:
@@ -184,6 +192,7 @@ class Scheduler:
             )
         self.budget, self.alignment, self.steps, self.reuse = budget, alignment, steps, reuse
         self.page, self.pool, self.whole = page, PagePool(pages), whole
+        self.cuts, self.alone = cuts, budget if alone is None else alone
         self.tails = None if tails is None else Tails(tails)
         self.waiting: list[Work] = []
         self.running: dict[int, Work] = {}
@@ -287,7 +296,8 @@ class Scheduler:
                 # Later texts may share all of this one, or the prefix that it shares with an earlier one.
                 ends = {len(stored) * self.page, (len(work.text) - 1) // self.page * self.page}
                 work.marks = sorted(end for end in ends if end > work.prefilled)
-            work.row, work.promised = self.free.pop(), len(work.output)
+            # Low indices first: programs for few sequences serve the first ones.
+            work.row, work.promised = heapq.heappop(self.free), len(work.output)
             self.running[work.row] = work
             self._changed[work] = None
             if shared and self.tails is not None:
@@ -311,7 +321,7 @@ class Scheduler:
         def get_order(work: Work) -> tuple[int, int, int]:
             return (work.priority, count_remaining(work), work.arrival)
 
-        left = self.budget
+        left = self.budget if self.waiting or len(self.running) > 1 else self.alone
         for work in sorted((work for work in self.running.values() if work.is_prefilling), key=get_order):
             count = self._choose_chunk_size(work, left)
             if count > 0:
@@ -324,9 +334,13 @@ class Scheduler:
         """Return the tokens of a text's next chunk, 0 for none."""
         if most > 0 and self._prefill_whole(work):
             return len(work.text)
-        count = min(most, len(work.text) - work.prefilled)
-        if work.marks:
-            count = min(count, work.marks[0] - work.prefilled)
+        count = min(most, left := len(work.text) - work.prefilled)
+        if count > self.budget:
+            # Scores of a prompt's tokens need much memory, so that such chunks stay short.
+            count = self.budget if work.skips_cache else min(left, next(divide_prompt(left, most)))
+        inside = [mark for mark in work.marks if mark <= work.prefilled + count]
+        if len(inside) > (0 if self.cuts else 1):
+            count = inside[0] - work.prefilled
         if work.prefilled + count < len(work.text):
             count -= (work.prefilled + count) % self.alignment
         return count
@@ -344,12 +358,11 @@ class Scheduler:
         work.promised += end == len(work.text)
         whole_pages = slice(begin // self.page, end // self.page)
         self.pool.register(work.keys[whole_pages], work.pages[whole_pages])
-        tail = None
-        if work.marks and end == work.marks[0]:
-            work.marks.pop(0)
-            assert self.tails is not None
-            tail = self.tails.put(work.keys[end // self.page - 1])
-        return PrefillChunk(work, begin, end, tail)
+        if not work.marks or end < work.marks[0]:
+            return PrefillChunk(work, begin, end)
+        assert self.tails is not None
+        mark = work.marks.pop(0)
+        return PrefillChunk(work, begin, end, self.tails.put(work.keys[mark // self.page - 1]), mark)
 
     def _count_wanted_pages(self) -> int:
         """Return the most new pages that the next step needs for running requests."""
@@ -382,7 +395,7 @@ class Scheduler:
             keys = page_keys(text, self.page, work.salt, work.keys)[: keep // self.page]
             self.pool.register(keys, work.pages)
         self.pool.release(work.pages)
-        self.free.append(work.row)
+        heapq.heappush(self.free, work.row)
         del self.running[work.row]
         work.row, work.pages, work.marks = None, [], []
         work.prefilled, work.promised, work.skipped_steps = 0, 0, 0

@@ -100,6 +100,18 @@ class DecodeState(NamedTuple):
         last, done = jax.device_put((np.zeros(batch, np.int32), np.ones(batch, bool)), where)
         return cls(cache, last, done)
 
+    def first(self, count: int) -> "DecodeState":
+        """Return the state of the first `count` sequences; without `shaping`."""
+        return DecodeState(self.cache.first(count), self.last[:count], self.done[:count])
+
+    def with_first(self, some: "DecodeState") -> "DecodeState":
+        """Return the state with its first sequences taken from `some`, a `first` state."""
+        last, done = (
+            jnp.concatenate([new, old[len(new) :]])
+            for new, old in ((some.last, self.last), (some.done, self.done))
+        )
+        return self._replace(cache=self.cache.with_first(some.cache), last=last, done=done)
+
 
 class Frontier(NamedTuple):
     """Inputs from which the next tokens are chosen.
@@ -214,22 +226,26 @@ def advance(
 def advance_with(
     network: Transformer,
     state: DecodeState,
-    wanted: Bool[Array, " B"],
-    numbers: Int[Array, "B WIDTH"],
+    wanted: Bool[Array, " b"],
+    numbers: Int[Array, "b WIDTH"],
     place: Place,
     chunks: Int[Array, " T"],
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Frontier, Float[Array, "T D"]]:
-    """Run `advance` together with prefill of chunks of sequences that are not `wanted`.
+) -> tuple[KVCache, Frontier, Float[Array, "T D"], list[Array]]:
+    """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
-    Returns the cache, the frontier of the wanted sequences, and the hidden states of the chunks.
+    Returns the cache, the frontier of the first b sequences, the hidden states of the chunks, and their
+    snapshots (`extend_together`).
     """
-    cache, active, end = select_active(state, wanted, numbers)
-    chunk_hidden, hidden, longer = extend_together(
-        network, cache, place, chunks, state.last, end, implementation
+    count, lengths = len(wanted), state.cache.lengths
+    cache, active, end = select_active(state.first(count), wanted, numbers)
+    visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
+    chunk_hidden, hidden, longer, tails = extend_together(
+        network, visible, place, chunks, state.last[:count], end, implementation
     )
-    lengths = place.lengths_after(jnp.where(wanted, end, state.cache.lengths))
-    return replace(longer, lengths=lengths), Frontier(hidden, active, end), chunk_hidden
+    kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
+    cache = replace(longer, lengths=place.lengths_after(kept))
+    return cache, Frontier(hidden, active, end), chunk_hidden, tails
 
 
 def select_active(

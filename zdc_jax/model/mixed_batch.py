@@ -32,11 +32,14 @@ class Place(NamedTuple):
       row: row of the cache that the chunk extends.
       begin: position of the chunk's first token.
       end: number of tokens in the row after the chunk.
+      mark: number of tokens in the row at which a snapshot is taken of what it stores outside pages; None for
+        no snapshots.
     """
 
     row: Int[Array, " P"]
     begin: Int[Array, " P"]
     end: Int[Array, " P"]
+    mark: Int[Array, " P"] | None = None
 
     def lengths_after(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the lengths of all rows after the chunks, given those of the other rows."""
@@ -49,7 +52,7 @@ class Packing(NamedTuple):
     Attributes:
       chunk: chunk index of each token, [T] int32; padding belongs to the last chunk.
       offset: index of each token within its chunk, [T] int32.
-      source: index of each chunk's tokens in the concatenation, [P, T] int32; arbitrary after its last token.
+      source: index of each chunk's tokens in the concatenation, [P, T] int32; T after its last token.
     """
 
     chunk: Int[Array, " T"]
@@ -63,12 +66,17 @@ class Packing(NamedTuple):
         first = last - (place.end - place.begin)
         token = jnp.arange(T, dtype=jnp.int32)
         chunk = jnp.minimum(jnp.sum(token[:, None] >= last, axis=1), len(first) - 1)
-        source = jnp.minimum(first[:, None] + token, T - 1)
+        source = jnp.where(token < (last - first)[:, None], first[:, None] + token, T)
         return cls(chunk.astype(jnp.int32), token - first[chunk], source)
 
     def split(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "P T *rest"]:
-        """Split concatenated tokens into one padded sequence per chunk."""
-        return x if len(self.source) == 1 else x[0][self.source]
+        """Split concatenated tokens into one sequence per chunk, padded with zeros.
+
+        Attention multiplies padding by 0, and tokens of another sequence could be NaN.
+        """
+        if len(self.source) == 1:
+            return x
+        return jnp.take(x[0], self.source, axis=0, mode="fill", fill_value=0)
 
     def pack(self, x: Shaped[Array, "P T *rest"]) -> Shaped[Array, "1 T *rest"]:
         """Concatenate the tokens of padded chunks; the inverse of `split`."""
@@ -80,10 +88,10 @@ def extend_together(
     cache: KVCache,
     place: Place,
     chunks: Int[Array, " T"],
-    tokens: Int[Array, " B"],
-    end: Int[Array, " B"],
+    tokens: Int[Array, " b"],
+    end: Int[Array, " b"],
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "B D"], KVCache]:
+) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, list[Array]]:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
     The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the
@@ -95,22 +103,22 @@ def extend_together(
       cache: its cache.
       place: rows and positions of the chunks, at most one per row.
       chunks: tokens of the chunks, concatenated, then padding.
-      tokens: next token of each row. It is ignored where `end` equals the row's length, as in rows with
-        chunks.
-      end: number of tokens in each row afterwards, without those of the chunks.
+      tokens: next token of each of the first b rows; others get none. It is ignored where `end` equals the
+        row's length, as in rows with chunks.
+      end: number of tokens in each of these rows afterwards, without those of the chunks.
       implementation: of attention; None chooses.
 
     Returns:
-      Hidden states of the chunks (unspecified for padding), hidden states of the tokens, and the extended
-      cache.
+      Hidden states of the chunks (unspecified for padding), hidden states of the tokens, the extended cache,
+      and the snapshots of `place.mark`, leaves [P, …] in the order of `KVCache.own`.
     """
-    packing = Packing.of(place, len(chunks))
+    packing, count = Packing.of(place, len(chunks)), len(tokens)
     chunk_positions = place.begin[packing.chunk] + packing.offset
-    positions = jnp.concatenate([chunk_positions, cache.lengths])[None]
+    positions = jnp.concatenate([chunk_positions, cache.lengths[:count]])[None]
     x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
-    aux, states = (None, None), list(cache.layers)
+    aux, states, tails = (None, None), list(cache.layers), []
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
-        x, states[index], aux = _layer(
+        x, states[index], aux, tail = _layer(
             block,
             spec,
             x,
@@ -123,29 +131,32 @@ def extend_together(
             cache.table,
             implementation,
         )
-    extended = replace(cache, layers=tuple(states), lengths=place.lengths_after(end))
-    return x[0, : len(chunks)], x[0, len(chunks) :], extended
+        tails += tail
+    lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
+    extended = replace(cache, layers=tuple(states), lengths=lengths)
+    return x[0, : len(chunks)], x[0, len(chunks) :], extended, tails
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
 def _layer(
     block: Block,
     spec: LayerCacheSpec,
-    x: Float[Array, "1 T_and_B D"],
+    x: Float[Array, "1 T_and_b D"],
     state: State,
     aux: tuple[Any, Any],
     place: Place,
     packing: Packing,
-    positions: Int[Array, "1 T_and_B"],
-    end: Int[Array, " B"],
+    positions: Int[Array, "1 T_and_b"],
+    end: Int[Array, " b"],
     table: Int[Array, "B n"] | None,
     implementation: Implementation | None,
-) -> tuple[Array, State, tuple[Any, Any]]:
+) -> tuple[Array, State, tuple[Any, Any], list[Array]]:
     """Extend the cache by one layer's keys and values of chunks and tokens.
 
-    `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens.
+    `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens. The last result
+    has the layer's snapshots.
     """
-    T = x.shape[1] - len(end)
+    count, T = len(end), x.shape[1] - len(end)
     call = partial(Call, block.attention.scale, implementation)
 
     def take_chunks(x: Array) -> Array:
@@ -155,30 +166,35 @@ def _layer(
         return x[:, T:].swapaxes(0, 1)
 
     chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
+    token_table = None if table is None else table[:count]
     chunk_positions = place.begin[:, None] + jnp.arange(T)
     # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
     x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
-    def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any]]:
-        batch = jnp.arange(len(end))
+    def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
+        batch = jnp.arange(count)
         of_token = jnp.concatenate([place.row[packing.chunk], batch])
         ends = jnp.concatenate([place.end[packing.chunk], end])
         attended = attend_one_by_one(
             spec, state, q, k, v, of_token[None], positions, ends[None], aux[0], call(table=table)
         )
-        return attended.o, (attended.state, (attended.aux, None))
+        return attended.o, (attended.state, (attended.aux, None), [])
 
-    def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
+    def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         q, k, v = map_tokens(take_chunks, *qkv)
-        prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], call(table=chunk_table))
-        updated = spec.with_rows(state, place.row, prefilled.state)
+        of_chunks = call(table=chunk_table, marks=place.mark)
+        prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks)
+        updated, tail = spec.with_rows(state, place.row, prefilled.state), prefilled.tail or []
+        if not count:
+            return packing.pack(prefilled.o), (updated, (prefilled.aux, None), tail)
         # Without the barrier XLA may copy a pool: it cannot see that chunks read it before tokens write it.
         o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), updated))
         q, k, v = map_tokens(take_tokens, *qkv)
-        decoded = spec.attend(updated, q, k, v, take_tokens(positions), end, aux[1], call(table=table))
+        some, of_tokens = spec.first_rows(updated, count), call(table=token_table)
+        decoded = spec.attend(some, q, k, v, take_tokens(positions), end, aux[1], of_tokens)
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
-        return o, (decoded.state, (prefilled.aux, decoded.aux))
+        return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), tail)
 
     attend = attend_alike if block.reproducible else attend_apart
-    x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
-    return x, state, aux
+    x, (state, aux, tail) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
+    return x, state, aux, tail

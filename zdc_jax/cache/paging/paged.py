@@ -81,17 +81,21 @@ class Paged(LayerCacheSpec):
         self, state: State, q: Array, k: NewKeys, v: Any, positions: Array, end: Array, aux: Any, call: Call
     ) -> Attended:
         table, pooled = call.table, self.pooled(state)
+        if call.marks is not None:
+            q, k = k.rotate(q, call.implementation)  # `write_tail` takes the stored form of keys.
         if table is not None:
             k, call = move_shift(k, call, table.shape[1] * self.page)
         if not any(pooled):
-            return self.spec.attend(state, q, k, v, positions, end, aux, call)
+            tail = None if call.marks is None else self._take_tail(state, k, v, positions, call.marks)
+            return self.spec.attend(state, q, k, v, positions, end, aux, call)._replace(tail=tail)
         assert table is not None
         leaves, tree = jax.tree.flatten(state)
         pages = [Pages(leaf, table) if pool else leaf for leaf, pool in zip(leaves, pooled, strict=True)]
         paged_state = jax.tree.unflatten(tree, pages)
+        tail = None if call.marks is None else self._take_tail(paged_state, k, v, positions, call.marks)
         if self.spec.reads_pages(paged_state, q, v, call):
             attended = self.spec.attend(paged_state, q, k, v, positions, end, aux, call)
-            return attended._replace(state=pools_of(attended.state)[0])
+            return attended._replace(state=pools_of(attended.state)[0], tail=tail)
         rows = [leaf.rows() if isinstance(leaf, Pages) else leaf for leaf in pages]
         attended = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
 
@@ -102,7 +106,13 @@ class Paged(LayerCacheSpec):
             write_back(old, new) if isinstance(old, Pages) else new
             for old, new in zip(pages, jax.tree.leaves(attended.state), strict=True)
         ]
-        return attended._replace(state=jax.tree.unflatten(tree, written))
+        return attended._replace(state=jax.tree.unflatten(tree, written), tail=tail)
+
+    def _take_tail(self, state: State, k: NewKeys, v: Any, positions: Array, marks: Array) -> list[Array]:
+        """Return the leaves outside pages when sequences have `marks` tokens; `state` is that before."""
+        written = self.spec.write_tail(state, k, v, positions, marks)
+        leaves = jax.tree.leaves(written, is_leaf=lambda leaf: isinstance(leaf, Pages))
+        return [leaf for leaf, pool in zip(leaves, self.pooled(state), strict=True) if not pool]
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any

@@ -224,7 +224,7 @@ class ClassLeader(LayerCacheSpec):
         call: Call,
     ) -> Attended:
         """Store the new tokens and attend to the cache; `Attended.aux` is a `Classified`."""
-        own, o, lse, _ = self.tokens.attend(state.tokens, q, k, v, positions, end, None, call)
+        own, o, lse, *_ = self.tokens.attend(state.tokens, q, k, v, positions, end, None, call)
         group, arrangement = arrange(state.group, call.all_heads(lse), positions, end, self.blocks)
         if positions.shape[1] > 1:
             start = positions[:, 0]

@@ -83,7 +83,8 @@ class CodedRing(PrefixRing):
             if written := put_by_kernel(groups, slot, (slot + has_slot)[:, 0]):
                 ((ring_k,), (ring_v,)) = written
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
-        return self._put(state, self._encode(keys), self._encode(v), positions, end)
+        (coded_k, _), (coded_v, _) = self._round(keys, v)
+        return self._put(state, coded_k, coded_v, positions, end)
 
     def _put(
         self, state: PrefixRingState, k: Coded, v: Coded, positions: Array, end: Array

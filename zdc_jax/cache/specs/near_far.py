@@ -174,6 +174,11 @@ class NearFar(LayerCacheSpec):
         far = self.write_far(state, k, v, positions, end)
         return NearFarState(self.near.write(state.near, k, v, positions, end), far)
 
+    def write_tail(
+        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
+    ) -> NearFarState:
+        return NearFarState(self.near.write_tail(state.near, k, v, positions, end), state.far)
+
     def attend(
         self,
         state: NearFarState,

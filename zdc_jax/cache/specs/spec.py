@@ -68,6 +68,7 @@ class Call:
         kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
       copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
         as many, or one.
+      marks: lengths [B] int32 at which a paged cache returns `Attended.tail`; None for none.
     """
 
     scale: float
@@ -78,6 +79,7 @@ class Call:
     block_scores: Array | None = None
     arranged_scores: Callable[[Array], Array] | None = None
     copies: int = 1
+    marks: Array | None = None
 
 
 def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
@@ -101,12 +103,15 @@ class Attended(NamedTuple):
       o: attention output [B, T, N, Z]; `Call.copies` rows are allowed for a single sequence.
       lse: log-sum-exp of the scaled scores, [B, N, T] float32.
       aux: values for the following layers, any tree of arrays, or None.
+      tail: what a paged cache stores outside pages when sequences have the lengths `Call.marks`, leaves
+        [B, …]; None without marks.
     """
 
     state: State
     o: Array
     lse: Array
     aux: Any
+    tail: list[Array] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,15 @@ class LayerCacheSpec(ABC):
             anywhere.
           end: position at which padding begins, at most the capacity.
         """
+
+    def write_tail(
+        self, state: State, k: NewKeys, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
+    ) -> State:
+        """Store the tokens below `end` in leaves that do not grow with the capacity; others are unspecified.
+
+        The arguments are those of `write`.
+        """
+        return self.write(state, k, v, positions, end)
 
     @abstractmethod
     def attend(
@@ -259,6 +273,25 @@ class LayerCacheSpec(ABC):
 
         def put(leaf: Array, own: Array, shared: bool) -> Array:
             return own if shared else leaf.at[rows].set(own, mode="drop")
+
+        leaves, tree = jax.tree.flatten(state)
+        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
+
+    def first_rows(self, state: State, count: int) -> State:
+        """Return the state of the first `count` sequences, together with the shared leaves."""
+        leaves, tree = jax.tree.flatten(state)
+        shared = self.pooled(state)
+        return jax.tree.unflatten(
+            tree, [leaf if pool else leaf[:count] for leaf, pool in zip(leaves, shared, strict=True)]
+        )
+
+    def with_first_rows(self, state: State, some: State) -> State:
+        """Return the state with the first sequences and the shared leaves replaced by those of `some`."""
+
+        def put(leaf: Array, own: Array, shared: bool) -> Array:
+            if shared or leaf.shape == own.shape:
+                return own
+            return jax.lax.dynamic_update_slice_in_dim(leaf, own, 0, 0)
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))

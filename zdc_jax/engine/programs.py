@@ -1,0 +1,160 @@
+"""Steps of an engine on the device: the functions that `zdc_jax.engine.runner` compiles.
+
+Each takes the network, the state of the batch and packed numbers, and returns the new state and a result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.generation.next_token import Choice
+from zdc_jax.generation.packed_parameters import WIDTH
+from zdc_jax.generation.steps import (
+    DecodeState,
+    Frontier,
+    SampledTokens,
+    advance,
+    advance_with,
+    decode_steps,
+    take_last,
+)
+from zdc_jax.model.mixed_batch import Place
+from zdc_jax.model.transformer import Transformer
+
+CHUNK_HEADER = 6
+"""Numbers before a packed chunk's tokens.
+
+Batch index, first position, token count, end of text, tokens of a snapshot, and the slot of that snapshot.
+"""
+
+
+class PrefillState(NamedTuple):
+    """State that prefill updates.
+
+    Attributes:
+      batch: state of the batch.
+      tails: snapshots of state outside pages, leaves [slots, …] in the order of `KVCache.own`.
+    """
+
+    batch: DecodeState
+    tails: list[Array]
+
+
+def with_table[S: (DecodeState, PrefillState)](state: S, table: Array | None) -> S:
+    """Return a state with the page table of its cache replaced."""
+    if isinstance(state, PrefillState):
+        return state._replace(batch=with_table(state.batch, table))
+    return state._replace(cache=replace(state.cache, table=table))
+
+
+def prefill_chunk(
+    network: Transformer, state: PrefillState, packed: Array
+) -> tuple[PrefillState, tuple[tuple[Frontier], Array, None]]:
+    """Prefill one chunk of one sequence; return its frontier and hidden states.
+
+    The sequence's own part of the cache is taken out and put back. A snapshot is that of the chunk's end.
+    """
+    batch = state.batch
+    row, begin, count, last, _, slot = packed[:CHUNK_HEADER]
+    cache, tokens, end = batch.cache.row(row), packed[CHUNK_HEADER:], begin + count
+    cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
+    hidden, cache = network.extend(cache, tokens[None], end[None])
+    frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
+    tails = _put_tails(state.tails, cache.own, slot[None])
+    batch = batch._replace(cache=batch.cache.with_row(row, cache))
+    return PrefillState(batch, tails), ((frontier,), hidden[0], None)
+
+
+def prefill_and_decode(
+    several: int, rows: int, network: Transformer, state: PrefillState, packed: Array
+) -> tuple[PrefillState, tuple[tuple[Frontier, ...], Array, Frontier]]:
+    """Prefill chunks of `several` sequences and run one decode step of the first `rows` sequences.
+
+    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
+    sequences.
+    """
+    headers_size, rows_at = several * CHUNK_HEADER, len(packed) - rows * (1 + WIDTH)
+    headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
+    tokens, packed_rows = packed[headers_size:rows_at], packed[rows_at:].reshape(rows, 1 + WIDTH)
+    row, begin, count, last, mark, slot = headers.T
+    # Tokens that attend one by one store snapshots only where chunks end.
+    is_inside = bool(state.tails) and not network.reproducible
+    place = Place(row, begin, begin + count, mark if is_inside else None)
+    cache, decoded, hidden, own = advance_with(
+        network,
+        state.batch,
+        wanted=packed_rows[:, 0].astype(bool),
+        numbers=packed_rows[:, 1:],
+        place=place,
+        chunks=tokens,
+    )
+    if not is_inside:
+        own = [jnp.take(leaf, row, axis=0, mode="clip") for leaf in cache.own]
+    ends = jnp.cumsum(count)
+    frontiers = tuple(
+        Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
+        for one in (slice(i, i + 1) for i in range(several))
+    )
+    state = PrefillState(state.batch._replace(cache=cache), _put_tails(state.tails, own, slot))
+    return state, (frontiers, hidden, decoded)
+
+
+def prefill_whole(
+    network: Transformer, state: PrefillState, packed: Array
+) -> tuple[PrefillState, tuple[tuple[Frontier], None, None]]:
+    """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
+    batch = state.batch
+    row, _, count, *_ = packed[:CHUNK_HEADER]
+    tokens, cache = packed[CHUNK_HEADER:], batch.cache.row(row)
+    capacity, pages = batch.cache.capacity, cast(Array, cache.table)
+    hidden, prompt_cache = network.prefill(tokens[None], count[None], capacity=capacity)
+    layers = tuple(
+        cast(Paged, spec).put_prompt(layer, prompt_layer, len(tokens), count[None], pages)
+        for spec, layer, prompt_layer in zip(cache.specs, cache.layers, prompt_cache.layers, strict=True)
+    )
+    cache = replace(cache, layers=layers, lengths=count[None])
+    frontier = Frontier(hidden, jnp.ones(1, bool), count[None])
+    batch = batch._replace(cache=batch.cache.with_row(row, cache))
+    return state._replace(batch=batch), ((frontier,), None, None)
+
+
+def decode_once(network: Transformer, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
+    """Run the layers of one decode step of all active sequences."""
+    cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
+    return state._replace(cache=cache), frontier
+
+
+def decode_loop(
+    steps: int, choice: Choice, network: Transformer, state: DecodeState, packed: Array
+) -> tuple[DecodeState, SampledTokens]:
+    """Run `steps` decode steps of the first sequences of the batch, those in `packed`.
+
+    The host is asked nothing in between.
+    """
+    some, wanted = state.first(len(packed)), packed[:, 0].astype(bool)
+    some, chosen = decode_steps(network, some, wanted, packed[:, 1:], None, steps, choice)
+    return state.with_first(some), chosen
+
+
+def restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
+    """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
+    row, tail = pair
+    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails, state.cache.own, strict=True)]
+    return state._replace(cache=state.cache.with_own(own))
+
+
+def clear(state: DecodeState, row: Array, pages: Array) -> DecodeState:
+    """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
+    cache = state.cache
+    cache = cache.with_own([leaf.at[row].set(0) for leaf in cache.own])
+    return state._replace(cache=cache.with_pools([pool.at[pages].set(0) for pool in cache.pools]))
+
+
+def _put_tails(tails: list[Array], own: Sequence[Array], slots: Array) -> list[Array]:
+    """Store snapshots, leaves [P, …], in their slots; those with other slots are dropped."""
+    pairs = zip(tails, own, strict=True) if tails else ()
+    return [snapshot.at[slots].set(leaf, mode="drop") for snapshot, leaf in pairs]
