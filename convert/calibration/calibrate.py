@@ -286,7 +286,8 @@ def collect_moments(
 ) -> Moments:
     """Compute second moments and sums of q, k, v, o over all tokens of `windows` [W, T] in one pass.
 
-    Activations in the model's dtype are accumulated in float32. Batches are sharded over all devices.
+    Activations in the model's dtype are accumulated in float32, and keys before they are rounded. Batches are
+    sharded over all devices.
     """
     devices = jax.devices()
     batch = -(-batch // len(devices)) * len(devices)
@@ -353,7 +354,7 @@ def _sum_blocks(network: Transformer, tokens: Array) -> list[Array]:
 
 
 def _sum_keys(seen: Seen) -> Array:
-    k = seen.k.astype(jnp.float32).sum(0)
+    k = seen.exact_k.sum(0)
     padded = jnp.pad(k, ((0, -len(k) % BLOCK), (0, 0), (0, 0)))
     return padded.reshape(-1, BLOCK, *k.shape[1:]).sum(1)
 
@@ -386,13 +387,14 @@ def add_moments(
     blocks = np.arange(tokens.shape[1]) // BLOCK
 
     def compute_grams(seen: Seen, keys: Array) -> dict[str, Array]:
+        seen = seen._replace(k=seen.exact_k)
         grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
         before = seen.attention.before_rope(
             seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         )
         others = {
             "k_before": before,
-            "k_rest": seen.k.astype(jnp.float32) - keys[blocks],
+            "k_rest": seen.k - keys[blocks],
             "v_scored": _weigh_by_scores(seen),
         }
         found = {name: _gram(name, x, weight, K)[name] for name, x in others.items()}
@@ -407,12 +409,11 @@ def _weigh_by_scores(seen: Seen) -> Float[Array, "B T K H"]:
 
     Scores of later keys count too, since OSCAR's weights kᵀ(QᵀQ)k have no causal mask (Zhou et al. 2026).
     """
-    k = seen.k.astype(jnp.float32)
-    B, T, K, H = k.shape
+    B, T, K, H = seen.k.shape
     q = seen.q.reshape(B, T, K, -1, H)
     with jax.default_matmul_precision("highest"):
         gram = einsum_f32("BTKGH,BTKGI->BKHI", q, q)
-        squares = jnp.einsum("BTKH,BKHI,BTKI->BTK", k, gram, k)
+        squares = jnp.einsum("BTKH,BKHI,BTKI->BTK", seen.k, gram, seen.k)
     return seen.v.astype(jnp.float32) * jnp.sqrt(jnp.maximum(squares, 0))[..., None]
 
 

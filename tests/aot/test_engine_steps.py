@@ -170,7 +170,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     ("name", "chunks", "longest", "share"),
     [
         ("dense", 1, TOKENS, 1 / 2),
-        ("ranks", 1, TOKENS, 1 / 2),
+        ("ranks", 1, TOKENS, 5 / 8),
         ("coded", 1, TOKENS, 7 / 4),
         ("chosen", 1, TOKENS, 5),
         ("coded near", 1, 8 * TOKENS, 16),  # Dequantized values are many times as large.

@@ -73,9 +73,9 @@ ALONE = 4
 NO_SLOT = 2**30
 """Slot of no snapshot, beyond all slots."""
 FEW_ROWS = (1, 8)
-"""Numbers of sequences for which programs of several decode steps exist, and those for all.
+"""Numbers of sequences that have programs of several decode steps of their own.
 
-A step of all sequences costs more, even where few of them are active.
+A step computes all its sequences, active or not.
 """
 STEPS = 4
 """Default decode steps of one program on GPUs and on a mesh (decision 0014).

@@ -136,6 +136,21 @@ class Attention(nnx.Module):
             return k
         return rotate(k, -positions, jnp.asarray(self._rope_frequencies(), jnp.float32), interleaved=False)
 
+    def project_exact_keys(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T K H"]:
+        """Return keys after bias, norm and rotary embedding in float32, without a basis.
+
+        In bfloat16, keys with a bias of 400 are even numbers.
+        """
+        k = einsum_f32("BTD,DKH->BTKH", x, self.k[...])
+        if self.k_bias is not None:
+            k += self.k_bias[...].astype(jnp.float32)
+        k = self._normalize(k, self.k_norm)
+        if self.spec.rope is None:
+            return k
+        return rotate(k, positions, jnp.asarray(self._rope_frequencies(), jnp.float32), interleaved=False)
+
     def attend(
         self,
         q: Float[Array, "B T N R"],

@@ -22,6 +22,7 @@ class Seen(NamedTuple):
       x: input of the layer, [B, T, D].
       q: queries as attention sees them, [B, T, N, H].
       k: keys as attention sees them, [B, T, K, H].
+      exact_k: keys of an unmodified network before they are rounded, [B, T, K, H] float32.
       v: values, [B, T, K, H].
       o: output of attention, [B, T, N, H].
       lse: log-sum-exp of the scaled scores, [B, N, T].
@@ -32,6 +33,7 @@ class Seen(NamedTuple):
     x: Array
     q: Array
     k: Array
+    exact_k: Array
     v: Array
     o: Array
     lse: Array
@@ -71,9 +73,15 @@ def observe_layer(
     The function is jitted so that equal layers compile once.
     """
 
-    def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, Any]:
+    def project(attention: Attention, x: Array, positions: Array, _: Any) -> tuple[Array, NewKeys, Any]:
+        q, k, v = attention.project(x, positions)
+        return q, k, (v, attention.project_exact_keys(x, positions))
+
+    def attend(q: Array, k: NewKeys, values: tuple[Array, Array]) -> tuple[Array, Any]:
+        v, exact_k = values
         o, lse = block.attention.attend(q, k, v)
         scores = k.block_scores(q.shape[1], block.attention.scale)
-        return o, tap(Seen(x, q, k.keys, v, o, lse, scores, block.attention), *given)
+        return o, tap(Seen(x, q, k.keys, exact_k, v, o, lse, scores, block.attention), *given)
 
-    return block(x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), attend)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return block(x, positions, attend, project=project)
