@@ -167,7 +167,7 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
     Args:
       tails: whether sequences store something in addition to pages.
     """
-    programs = Grouping(MAX_CHUNKS, chunk, bucket)
+    programs = Grouping(MAX_CHUNKS, chunk, chunk, bucket)
     scheduler = Scheduler(
         rows,
         chunk,

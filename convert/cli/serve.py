@@ -36,8 +36,8 @@ class Serve:
       max_model_len: Most tokens in a prompt and its answer together.
       cache_tokens: Tokens that the KV cache has room for. Not for methods that evict tokens, such as h2o, nor
         for plans with token classes.
-      chunk: Prompt tokens to read in one step, a power of two. A large chunk delays tokens of running
-        requests.
+      chunk: Prompt tokens to read in one step while other requests run, a power of two. A large chunk delays
+        their tokens.
       decode_steps: Tokens per request that one step decodes while no request waits and no prompt is read.
         Values above 1 are faster on a mesh and on a CPU, and send tokens in bursts.
       max_waiting: Longest request queue. Further requests get HTTP 429.
@@ -58,7 +58,7 @@ class Serve:
     max_sequences: int = 8
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
     cache_tokens: Annotated[int | None, show_default("room for all requests, or what fits")] = None
-    chunk: int = 2048
+    chunk: Annotated[int | None, show_default("2,048 to 8,192, by the size of the model")] = None
     decode_steps: Annotated[int | None, show_default("4 on GPUs and on a mesh, else 1")] = None
     max_waiting: int = 256
     replicas: Annotated[int | None, show_default("one engine in this process")] = None

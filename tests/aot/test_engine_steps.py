@@ -153,7 +153,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     # No pool is copied. If a chunk is so short that its own arrays are small, no sequence is copied either,
     # and no loop makes the host wait.
     plan, _ = PLANS[name]
-    alone = partial(programs.prefill_and_decode, 1, 0)
+    alone = partial(programs.prefill_and_decode, 1, 0, 0)
     found, step, state = program(plan, alone, (CHUNK_HEADER + width,), prefills=True)
     chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
     assert has(found, {"zdc_prefill"} | chooses), found
@@ -182,7 +182,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
 def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, chunks, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(programs.prefill_and_decode, chunks, ROWS)
+    step = partial(programs.prefill_and_decode, chunks, width, ROWS)
     numbers = chunks * CHUNK_HEADER + width + rows
     found, step, state = program(plan, step, (numbers,), longest, prefills=True)
     assert has(found, kernels | {"zdc_prefill"}), found

@@ -389,11 +389,14 @@ def test_numbers_that_cannot_be(change, message):
     st.lists(st.integers(1, 70), max_size=8),
     st.integers(1, 3),
     st.sampled_from([32, 64, 128]),
+    st.sampled_from([32, 128]),
     st.sets(st.integers(0, 7)),
 )
-def test_groups_hold_all_pieces_in_order_and_pad_no_more_than_one_by_one(counts, several, widest, alone):
+def test_groups_hold_all_pieces_in_order_and_pad_no_more_than_one_by_one(
+    counts, several, widest, longest, alone
+):
     chunks = [PrefillChunk(Work((), 1), 0, min(count, widest)) for count in counts]
-    grouping = Grouping(several, widest, lambda tokens: max(32, 1 << (tokens - 1).bit_length()))
+    grouping = Grouping(several, widest, longest, lambda tokens: max(32, 1 << (tokens - 1).bit_length()))
 
     def tokens(group):
         return [chunk.end for chunk in group]
@@ -408,4 +411,5 @@ def test_groups_hold_all_pieces_in_order_and_pad_no_more_than_one_by_one(counts,
         assert len(group) <= several
         if len(group) > 1:
             assert not any(chunk in are_alone for chunk in group)
+            assert max(tokens(group)) <= longest
             assert sum(tokens(group)) <= widest <= padded(group)

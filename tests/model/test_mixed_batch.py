@@ -1,6 +1,7 @@
 """Chunks of some sequences together with tokens of others, compared with one after the other."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,8 @@ def test_together_is_one_after_the_other(name, steps):
         pieces = jnp.concatenate([text[row, begin : begin + count] for row, begin, count in step])
         padded, found, tails = jnp.pad(pieces, (0, PIECE - len(pieces))), {}, {}
         decode = np.array([row not in readers for row in range(ROWS)])
-        for way, run in (("alone", alone), ("together", extend_together)):
+        together = partial(extend_together, longest=PIECE // 2 + 3)
+        for way, run in (("alone", alone), ("together", together)):
             # A row that reads a chunk has no token of its own.
             lengths = jnp.where(decode, held[way].lengths, 0)
             tokens, end = text[jnp.arange(ROWS), lengths], lengths + decode

@@ -70,9 +70,11 @@ def prefill_chunk(
 
 
 def prefill_and_decode(
-    several: int, rows: int, network: Transformer, state: PrefillState, packed: Array
+    several: int, longest: int, rows: int, network: Transformer, state: PrefillState, packed: Array
 ) -> tuple[PrefillState, tuple[tuple[Frontier, ...], Array, Frontier]]:
     """Prefill chunks of `several` sequences and run one decode step of the first `rows` sequences.
+
+    Each of several chunks has at most `longest` tokens.
 
     Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
     sequences.
@@ -91,6 +93,7 @@ def prefill_and_decode(
         numbers=packed_rows[:, 1:],
         place=place,
         chunks=tokens,
+        longest=longest,
     )
     if not is_inside:
         own = [jnp.take(leaf, row, axis=0, mode="clip") for leaf in cache.own]

@@ -67,9 +67,11 @@ CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 Sequences are prefilled in chunks, batched with others, and take the place of sequences that have ended.
 """
 MAX_CHUNKS = 3
-"""Most chunks of one program; attention pads each of them to the tokens of all."""
-ALONE = 4
-"""Size of the longest chunk on GPUs, relative to other chunks. Nothing else runs meanwhile."""
+"""Most chunks of one program, twice as many in a long one; attention pads each of them."""
+LONGEST_OF_SEVERAL = 2048
+"""Most tokens of each of several chunks in one program."""
+ALONE = 8192
+"""Tokens of the longest chunk on GPUs if nothing else runs."""
 NO_SLOT = 2**30
 """Slot of no snapshot, beyond all slots."""
 FEW_ROWS = (1, 8)
@@ -188,13 +190,14 @@ class Runner:
         self.together = network.mesh is None and layout.has_pages
         self.cuts = not self.together or network.reproducible
         on_gpu = self.together and jax.default_backend() == "gpu"
-        self.alone = self._pad_width(ALONE * chunk) if on_gpu else self._widths[0]
+        self.alone = self._pad_width(max(chunk, ALONE)) if on_gpu else self._widths[0]
         # On a mesh, arrays of few sequences would be divided otherwise.
         few = FEW_ROWS if self.steps > 1 and network.mesh is None else ()
         self._row_counts = [*(count for count in few if count < layout.rows), layout.rows]
         apart = any(spec.queries_apart for spec in layout.specs)
-        several = MAX_CHUNKS if self.together and not apart else 1
-        self.grouping = Grouping(several, self._widths[0], self._pad_width)
+        widest = self._widths[0]
+        several = MAX_CHUNKS * (1 + (widest > 2 * LONGEST_OF_SEVERAL)) if self.together and not apart else 1
+        self.grouping = Grouping(several, widest, min(widest, LONGEST_OF_SEVERAL), self._pad_width)
         self._state: DecodeState
         self._tails: list[Array]
         self._shaping: Shaping
@@ -398,7 +401,7 @@ class Runner:
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
-            step = partial(prefill_and_decode, count, layout.rows)
+            step = partial(prefill_and_decode, count, self.grouping.longest, layout.rows)
             lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
             yield _name_prefill_and_decode(count, width), lower_prefill(step, *lengths)
         if (chunk := self.whole) is not None:
@@ -406,7 +409,7 @@ class Runner:
             for width in {self._pad_width(chunk << i) for i in doublings}:
                 yield _name_prefill_whole(width), lower_prefill(prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
-        alone = partial(prefill_and_decode, 1, 0) if self.together else prefill_chunk
+        alone = partial(prefill_and_decode, 1, 0, 0) if self.together else prefill_chunk
         for width in self._list_alone_widths() if self.together else self._widths:
             yield _name_prefill(width), lower_prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)

@@ -126,11 +126,13 @@ class Grouping:
     Attributes:
       several: most chunks of a program.
       widest: most tokens of a program with several chunks.
+      longest: most tokens of each of several chunks.
       width: function from a number of tokens to the padded width of the program that prefills them.
     """
 
     several: int
     widest: int
+    longest: int
     width: Callable[[int], int]
 
     def groups(
@@ -147,7 +149,8 @@ class Grouping:
     def _fit(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Return whether the chunks fit into one program that pads no more than one program for each."""
         counts = [chunk.end - chunk.begin for chunk in chunks]
-        return sum(counts) <= self.widest <= sum(map(self.width, counts))
+        fits = max(counts) <= self.longest and sum(counts) <= self.widest
+        return fits and self.widest <= sum(map(self.width, counts))
 
 
 class Scheduler:

@@ -3,15 +3,25 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from zdc_jax.cache.kv_cache import free_device_bytes
+from zdc_jax.config import ModelConfig
 from zdc_jax.loading import LanguageModel
+from zdc_jax.model.params import num_params
 from zdc_jax.ops.shift import BLOCK
 
 PREFILL_CHUNK = 2048
-"""Most prompt tokens of one call of an engine, and of `generate` where free memory is not known."""
+"""Prompt tokens of one call where the device says little, and fewest of an engine's default on GPUs."""
+MOST_OF_STEP = 8192
+"""Most prompt tokens of an engine's step by default."""
+STEP_FLOPS = 3e13
+"""Floating-point operations of an engine's step by default, which take about 60 ms on an H100.
+
+Running requests get one token in this time. Shorter steps leave the GPU waiting for the host.
+"""
 TOKENS_AT_ONCE = 32_768
 """Tokens of all sequences in one call of `generate` if memory allows.
 
@@ -69,6 +79,14 @@ def choose_chunk(model: LanguageModel, *, sequences: int, capacity: int) -> int:
     each = _bytes_per_token(model, capacity)
     at_once = min(TOKENS_AT_ONCE, int(MEMORY_SHARE * free / each))
     return max(SMALLEST_SPLIT, find_block(model), 1 << (max(1, at_once // sequences).bit_length() - 1))
+
+
+def choose_step_tokens(config: ModelConfig) -> int:
+    """Return the most prompt tokens that an engine should prefill in a step, a power of two."""
+    if jax.default_backend() != "gpu":
+        return PREFILL_CHUNK
+    tokens = int(STEP_FLOPS / (2 * num_params(config)))
+    return min(MOST_OF_STEP, max(PREFILL_CHUNK, 1 << (max(1, tokens).bit_length() - 1)))
 
 
 def _bytes_per_token(model: LanguageModel, capacity: int) -> int:

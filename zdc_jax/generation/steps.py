@@ -230,18 +230,18 @@ def advance_with(
     numbers: Int[Array, "b WIDTH"],
     place: Place,
     chunks: Int[Array, " T"],
-    implementation: Implementation | None = None,
+    longest: int,
 ) -> tuple[KVCache, Frontier, Float[Array, "T D"], list[Array]]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
-    Returns the cache, the frontier of the first b sequences, the hidden states of the chunks, and their
-    snapshots (`extend_together`).
+    Each of several chunks has at most `longest` tokens. Returns the cache, the frontier of the first b
+    sequences, the hidden states of the chunks, and their snapshots (`extend_together`).
     """
     count, lengths = len(wanted), state.cache.lengths
     cache, active, end = select_active(state.first(count), wanted, numbers)
     visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
     chunk_hidden, hidden, longer, tails = extend_together(
-        network, visible, place, chunks, state.last[:count], end, implementation
+        network, visible, place, chunks, state.last[:count], end, longest=longest
     )
     kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
     cache = replace(longer, lengths=place.lengths_after(kept))

@@ -47,29 +47,29 @@ class Place(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Indices between T concatenated chunk tokens and P padded chunks of T tokens.
+    """Indices between T concatenated chunk tokens and P chunks, each padded to C tokens.
 
     Attributes:
       chunk: chunk index of each token, [T] int32; padding belongs to the last chunk.
       offset: index of each token within its chunk, [T] int32.
-      source: index of each chunk's tokens in the concatenation, [P, T] int32; T after its last token.
+      source: index of each chunk's tokens in the concatenation, [P, C] int32; T after its last token.
     """
 
     chunk: Int[Array, " T"]
     offset: Int[Array, " T"]
-    source: Int[Array, "P T"]
+    source: Int[Array, "P C"]
 
     @classmethod
-    def of(cls, place: Place, T: int) -> "Packing":
-        """Create the indices for chunks of at most T tokens in total."""
+    def of(cls, place: Place, T: int, C: int) -> "Packing":
+        """Create the indices for chunks of at most T tokens in total and C tokens each."""
         last = jnp.cumsum(place.end - place.begin)
         first = last - (place.end - place.begin)
         token = jnp.arange(T, dtype=jnp.int32)
         chunk = jnp.minimum(jnp.sum(token[:, None] >= last, axis=1), len(first) - 1)
-        source = jnp.where(token < (last - first)[:, None], first[:, None] + token, T)
+        source = jnp.where(token < (last - first)[:, None], first[:, None] + token, T)[:, :C]
         return cls(chunk.astype(jnp.int32), token - first[chunk], source)
 
-    def split(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "P T *rest"]:
+    def split(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "P C *rest"]:
         """Split concatenated tokens into one sequence per chunk, padded with zeros.
 
         Attention multiplies padding by 0, and tokens of another sequence could be NaN.
@@ -78,7 +78,7 @@ class Packing(NamedTuple):
             return x
         return jnp.take(x[0], self.source, axis=0, mode="fill", fill_value=0)
 
-    def pack(self, x: Shaped[Array, "P T *rest"]) -> Shaped[Array, "1 T *rest"]:
+    def pack(self, x: Shaped[Array, "P C *rest"]) -> Shaped[Array, "1 T *rest"]:
         """Concatenate the tokens of padded chunks; the inverse of `split`."""
         return x if len(self.source) == 1 else x[self.chunk, self.offset][None]
 
@@ -91,6 +91,7 @@ def extend_together(
     tokens: Int[Array, " b"],
     end: Int[Array, " b"],
     implementation: Implementation | None = None,
+    longest: int | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, list[Array]]:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
@@ -107,12 +108,14 @@ def extend_together(
         row's length, as in rows with chunks.
       end: number of tokens in each of these rows afterwards, without those of the chunks.
       implementation: of attention; None chooses.
+      longest: most tokens of each of several chunks; default T.
 
     Returns:
       Hidden states of the chunks (unspecified for padding), hidden states of the tokens, the extended cache,
       and the snapshots of `place.mark`, leaves [P, …] in the order of `KVCache.own`.
     """
-    packing, count = Packing.of(place, len(chunks)), len(tokens)
+    T, count = len(chunks), len(tokens)
+    packing = Packing.of(place, T, T if longest is None or len(place.row) == 1 else longest)
     chunk_positions = place.begin[packing.chunk] + packing.offset
     positions = jnp.concatenate([chunk_positions, cache.lengths[:count]])[None]
     x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
@@ -134,7 +137,7 @@ def extend_together(
         tails += tail
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
     extended = replace(cache, layers=tuple(states), lengths=lengths)
-    return x[0, : len(chunks)], x[0, len(chunks) :], extended, tails
+    return x[0, :T], x[0, T:], extended, tails
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -167,7 +170,7 @@ def _layer(
 
     chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     token_table = None if table is None else table[:count]
-    chunk_positions = place.begin[:, None] + jnp.arange(T)
+    chunk_positions = place.begin[:, None] + jnp.arange(packing.source.shape[1])
     # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
     x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
