@@ -232,9 +232,7 @@ def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
 
 def _calibration_options(options: CompressOptions, checkpoint: Checkpoint) -> CalibrationOptions:
     context = min(options.context, checkpoint.config.max_positions)
-    return CalibrationOptions(
-        qk="balanced", vo="balanced", tokens=options.tokens, context=context, profile=False
-    )
+    return CalibrationOptions(tokens=options.tokens, context=context, profile=False)
 
 
 def _calibration_dtype(checkpoint: Checkpoint) -> str | None:

@@ -58,8 +58,8 @@ class CalibrationOptions:
     """Options of `calibrate`.
 
     Attributes:
-      qk: Kind of the basis of Q and K. auto picks stacked or balanced by the lower perplexity on calibration
-        text.
+      qk: Kind of the basis of Q and K. balanced weighs queries and keys alike. auto picks stacked or
+        balanced by the lower perplexity at half rank, which suits plans that truncate.
       vo: Kind of the basis of V and O. auto picks as for Q and K.
       center: Subtract the mean of values first.
       tokens: Tokens of text to read.
@@ -75,8 +75,8 @@ class CalibrationOptions:
         `choose_plan` require the profile.
     """
 
-    qk: QkChoice = "auto"
-    vo: VoChoice = "auto"
+    qk: QkChoice = "balanced"
+    vo: VoChoice = "balanced"
     center: bool = False
     tokens: int = 1_000_000
     context: Annotated[

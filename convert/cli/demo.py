@@ -109,9 +109,7 @@ def demo(
     checkpoint = convert(path, output / "model", dtype=choose_dtype(), overwrite=True, progress=False)
     text = write_text(output / "text")
     console.print(f"converted {path.name}; calibrating on {size.calibration_tokens:,} tokens")
-    options = CalibrationOptions(
-        tokens=size.calibration_tokens, context=size.context, qk="balanced", vo="balanced", profile=False
-    )
+    options = CalibrationOptions(tokens=size.calibration_tokens, context=size.context, profile=False)
     basis = calibrate(checkpoint.path, [text.calibration], options, dtype=choose_dtype())
     plan = make_plan(checkpoint, basis)
     plan.save(output / "plan.json")

@@ -30,6 +30,8 @@ from convert.conversion import convert
 from zdc_jax import Checkpoint, CompressionPlan, LanguageModel, generate, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
 from zdc_jax.loading import stored_basis
+from zdc_jax.model.observe import observe
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
 VARIANT = "llama-head-dim-80"  # Heads are large enough to be cut in half.
@@ -144,6 +146,28 @@ np.savez({out!r}, **{{name: getattr(moments, name) for name in "qkvo"}})
 """
 
 
+def test_keys_with_a_large_bias_are_calibrated_before_they_are_rounded(tiny_llama: TinyModel):
+    # In bfloat16 a key of 400 is rounded to an even number.
+    tiny = TinyModel(replace(tiny_llama.config, qkv_bias=True))
+    for layer in tiny.layers:
+        layer["attention"]["k_bias"] = jnp.full_like(layer["attention"]["k_bias"], 400)
+    tokens = tiny.tokens(1, 64)
+    network = Transformer(tiny.config, CompressionPlan.full(tiny.config), tiny.embeddings, tiny.layers)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network)
+    whole = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    # Only the first layer has equal inputs in both.
+    (rounded, kept), *_ = observe(half, jnp.asarray(tokens), lambda seen: (seen.k, seen.exact_k))
+    expected, *_ = observe(whole, jnp.asarray(tokens), lambda seen: seen.k)
+    assert rounded.dtype == jnp.bfloat16
+    assert jnp.abs(rounded - expected).max() > 0.5
+    assert jnp.abs(kept - expected).max() < 0.05
+    exact = collect_moments(whole, tokens, fingerprint="x")
+    found = collect_moments(half, tokens, fingerprint="x")
+    variance = np.trace(exact.k_rest[0], axis1=-2, axis2=-1)
+    np.testing.assert_allclose(np.trace(found.k_rest[0], axis1=-2, axis2=-1), variance, rtol=0.02)
+    np.testing.assert_allclose(found.key_shift[0], exact.key_shift[0], atol=0.01)
+
+
 @pytest.mark.full
 def test_four_devices_equal_one(tiny_llama: TinyModel, tmp_path):
     out = tmp_path / "four.npz"
@@ -181,7 +205,7 @@ def model(converted, tmp_path) -> Path:
     return Path(shutil.copytree(converted, tmp_path / "model"))
 
 
-OPTIONS = CalibrationOptions(tokens=1024, context=64)
+OPTIONS = CalibrationOptions(tokens=1024, context=64, qk="auto", vo="auto")
 
 
 @pytest.fixture(scope="module")

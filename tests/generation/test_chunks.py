@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 
+from benchmarks.model.models import LLAMA_3_8B, QWEN_1_5B
 from zdc_jax.generation import chunks
-from zdc_jax.generation.chunks import MOST_PADDING, PREFILL_CHUNK, SMALLEST_SPLIT, choose_chunk, divide_prompt
+from zdc_jax.generation.chunks import (
+    MOST_PADDING,
+    PREFILL_CHUNK,
+    SMALLEST_SPLIT,
+    choose_chunk,
+    choose_chunk_tokens,
+    choose_step_tokens,
+    divide_prompt,
+)
 from zdc_jax.loading import LanguageModel
 
 
@@ -32,6 +41,23 @@ def test_chunks_begin_at_blocks(block):
     for tokens in range(1, 3000, 13):
         begins = np.cumsum([0, *divide_prompt(tokens, 1024, block)])[:-1]
         assert not (begins % block).any()
+
+
+def test_long_chunks_of_an_engine_have_little_padding():
+    assert choose_chunk_tokens(1300, 8192) == 1300
+    assert choose_chunk_tokens(5000, 748) == 748
+    assert choose_chunk_tokens(8000, 8192) == 8000
+    assert choose_chunk_tokens(5000, 8192) == 4096
+    assert choose_chunk_tokens(5000, 6000) == 4096
+    assert choose_chunk_tokens(20_000, 8192) == 8192
+
+
+def test_a_step_of_a_small_model_on_a_gpu_reads_more_tokens(monkeypatch):
+    assert choose_step_tokens(QWEN_1_5B) == PREFILL_CHUNK
+    monkeypatch.setattr(chunks.jax, "default_backend", lambda: "gpu")
+    assert choose_step_tokens(QWEN_1_5B) == 8192
+    assert choose_step_tokens(LLAMA_3_8B) == 2048
+    assert choose_step_tokens(LLAMA) == 8192
 
 
 def test_a_chunk_is_as_long_as_free_memory_allows(monkeypatch):

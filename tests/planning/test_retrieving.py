@@ -25,7 +25,7 @@ def seen(q: np.ndarray, k: np.ndarray) -> Seen:
     """Return the observations of a layer with scale 1, whose heads attend to one key each."""
     q, k = jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
     lse = jnp.einsum("BTNH,BSNH->BNTS", q, k.repeat(q.shape[2] // k.shape[2], 2)).max(-1)
-    return Seen(None, q, k, None, None, lse, None, SimpleNamespace(scale=1.0))
+    return Seen(None, q, k, k, None, None, lse, None, SimpleNamespace(scale=1.0))
 
 
 def test_the_heads_that_look_behind_the_first_occurrence_score():

@@ -19,7 +19,7 @@ from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
-from zdc_jax.generation.chunks import bucket, choose_step_tokens
+from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
@@ -261,6 +261,7 @@ class Engine:
             tails=layout.tails,
             cuts=self._runner.cuts,
             alone=self._runner.alone,
+            choose=choose_chunk_tokens,
             whole=self._runner.whole,
         )
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
-from zdc_jax.generation.chunks import divide_prompt
 
 
 @dataclass(eq=False)
@@ -159,7 +158,8 @@ class Scheduler:
     Args:
       rows: size of the batch, the most running requests.
       budget: most prompt tokens of a step.
-      alone: most prompt tokens of a step with one text and nothing else; default `budget`.
+      alone: most prompt tokens of a step where nothing else runs or waits; default `budget`.
+      choose: function from the tokens left of a text, and the most of a chunk, to those of its next chunk.
       pages: number of pages, enough for any single request.
       page: tokens of a page.
       alignment: chunks start at multiples of this.
@@ -187,6 +187,7 @@ class Scheduler:
         tails: int | None = None,
         cuts: bool = True,
         alone: int | None = None,
+        choose: Callable[[int, int], int] = min,
         whole: int | None = None,
     ):
         if rows < 1 or budget < alignment or steps < 1 or pages < 1:
@@ -195,7 +196,7 @@ class Scheduler:
             )
         self.budget, self.alignment, self.steps, self.reuse = budget, alignment, steps, reuse
         self.page, self.pool, self.whole = page, PagePool(pages), whole
-        self.cuts, self.alone = cuts, budget if alone is None else alone
+        self.cuts, self.alone, self._choose = cuts, budget if alone is None else alone, choose
         self.tails = None if tails is None else Tails(tails)
         self.waiting: list[Work] = []
         self.running: dict[int, Work] = {}
@@ -337,10 +338,9 @@ class Scheduler:
         """Return the tokens of a text's next chunk, 0 for none."""
         if most > 0 and self._prefill_whole(work):
             return len(work.text)
-        count = min(most, left := len(work.text) - work.prefilled)
-        if count > self.budget:
-            # Scores of a prompt's tokens need much memory, so that such chunks stay short.
-            count = self.budget if work.skips_cache else min(left, next(divide_prompt(left, most)))
+        # Scores of a prompt's tokens need much memory, so that such chunks stay short.
+        most = min(most, self.budget) if work.skips_cache else most
+        count = self._choose(len(work.text) - work.prefilled, most) if most > 0 else 0
         inside = [mark for mark in work.marks if mark <= work.prefilled + count]
         if len(inside) > (0 if self.cuts else 1):
             count = inside[0] - work.prefilled

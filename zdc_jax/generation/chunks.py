@@ -81,6 +81,17 @@ def choose_chunk(model: LanguageModel, *, sequences: int, capacity: int) -> int:
     return max(SMALLEST_SPLIT, find_block(model), 1 << (max(1, at_once // sequences).bit_length() - 1))
 
 
+def choose_chunk_tokens(left: int, most: int) -> int:
+    """Return the tokens of a text's next chunk in an engine, at most `most`, when `left` tokens are left.
+
+    Long chunks have little padding. Short ones are not split for less padding, since each program is slow to
+    start.
+    """
+    if (tokens := min(left, most)) <= PREFILL_CHUNK:
+        return tokens
+    return min(left, next(divide_prompt(left, 1 << (most.bit_length() - 1))))
+
+
 def choose_step_tokens(config: ModelConfig) -> int:
     """Return the most prompt tokens that an engine should prefill in a step, a power of two."""
     if jax.default_backend() != "gpu":
