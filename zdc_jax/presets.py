@@ -28,8 +28,8 @@ INDEX_SHARE = 4
 MOST_NOISE = 2.4
 """Largest mean noise of scores (`mean_noise`) at which `3bit` is allowed.
 
-At 8,192 tokens, Qwen2.5-Coder-1.5B with 1.9 keeps 0.86 of the worst retrieval task and 0.98 of the others,
-and SmolLM2-135M with 2.9 only 0.67 of the worst (`real-models.json`).
+At 8,192 tokens, Qwen2.5-Coder-1.5B with 1.9 keeps 0.86 to 0.99 of the worst retrieval task, by calibration
+and documents, and SmolLM2-135M with 2.9 only 0.67 (`real-models.json`).
 """
 
 
