@@ -54,7 +54,7 @@ def test_bytes_at_8192_tokens(shape, name):
     checkpoint = Shape(**SHAPES[shape])
     config = checkpoint.config
     basis = Basis.identity(config.num_layers, config.num_kv_heads, config.head_dim)
-    plan = presets._make_plan(name, checkpoint, basis)
+    plan = presets.coded_plan(checkpoint, basis, presets.preset_settings(name, checkpoint.config.head_dim))
     share = plan.bytes(8192) / CompressionPlan.full(config).bytes(8192)
     assert share <= LIMITS[name]
     assert share > 0.7 * LIMITS[name]

@@ -102,7 +102,7 @@ def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
             f"plan='3bit': would lose too much on this model, whose calibrated score noise is {noise:.1f}; "
             f"at most {MOST_NOISE} is allowed; use plan='4bit', or let `zdc compress` choose and judge a plan"
         )
-    return _make_plan(name, checkpoint, basis)
+    return coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
 
 
 def mean_noise(basis: Basis) -> float:
@@ -121,19 +121,15 @@ def _read_basis(checkpoint: Checkpoint) -> Basis | None:
     return Basis.load(folder) if folder.exists() else None
 
 
-def _make_plan(name: str, checkpoint: Checkpoint, basis: Basis | None) -> CompressionPlan:
-    index = index_size(checkpoint.config.head_dim)
+def preset_settings(name: str, head_dim: int) -> dict[str, int]:
+    """Return the settings of method `coded` that `8bit`, `4bit` or `3bit` stands for, without `bits_near`."""
+    index = head_dim // INDEX_SHARE // 8 * 8
     values: dict[str, dict[str, int]] = {
         "8bit": {"bits_k": 8, "bits_v": 8},
         "4bit": {"bits_k": 4, "bits_v": 4},
         "3bit": {"index": index, "bits_index": 5, "bits_k": 2, "bits_v": 3},
     }
-    return coded_plan(checkpoint, basis, values[name])
-
-
-def index_size(head_dim: int) -> int:
-    """Return the coordinates of keys that presets keep in more bits, a multiple of 8."""
-    return head_dim // INDEX_SHARE // 8 * 8
+    return values[name]
 
 
 def coded_plan(checkpoint: Checkpoint, basis: Basis | None, settings: dict[str, int]) -> CompressionPlan:

@@ -26,7 +26,7 @@ from zdc_jax.evaluation.evaluate import Evaluation, prepare
 from zdc_jax.evaluation.text import read_documents
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.presets import coded_plan, index_size
+from zdc_jax.presets import coded_plan, preset_settings
 
 DTYPE = "float32"
 
@@ -63,9 +63,7 @@ def calibrate_all(options: Options, folder: Path) -> Iterator[tuple[str, Path]]:
     default = write_default_text(folder / "text")
     for name, texts in (("Python's documentation", [default]), ("real text", [*options.texts])):
         shutil.copytree(folder / "none", folder / name)
-        settings = CalibrationOptions(
-            qk="balanced", vo="balanced", tokens=options.tokens, context=options.context, profile=False
-        )
+        settings = CalibrationOptions(tokens=options.tokens, context=options.context, profile=False)
         calibrate(folder / name, texts, settings, dtype=DTYPE, progress=False)
         yield name, folder / name
 
@@ -73,12 +71,12 @@ def calibrate_all(options: Options, folder: Path) -> Iterator[tuple[str, Path]]:
 def list_plans(folder: Path, *, calibrated: bool) -> dict[str, CompressionPlan]:
     """Return the presets to judge by name."""
     checkpoint = Checkpoint.open(folder)
-    four = {"bits_k": 4, "bits_v": 4}
-    if not calibrated:
-        return {"4bit": coded_plan(checkpoint, None, four)}
-    three = {"bits_index": 5, "bits_k": 2, "bits_v": 3, "index": index_size(checkpoint.config.head_dim)}
-    basis = stored_basis(checkpoint)
-    return {"4bit": coded_plan(checkpoint, basis, four), "3bit": coded_plan(checkpoint, basis, three)}
+    basis = stored_basis(checkpoint) if calibrated else None
+    names = ("4bit", "3bit") if calibrated else ("4bit",)
+    return {
+        name: coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
+        for name in names
+    }
 
 
 def measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ from zdc_jax.evaluation.text import read_documents
 from zdc_jax.files import whole_file
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.presets import SINKS, WINDOW, coded_plan, index_size, preset_plan
+from zdc_jax.presets import SINKS, WINDOW, coded_plan, preset_plan, preset_settings
 
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
 NEAR = {"window": WINDOW, "sinks": SINKS}
@@ -86,11 +86,11 @@ class Plans:
 
     def list(self) -> dict[str, Callable[[], tuple[CompressionPlan, Basis | None]]]:
         """Return a function for each plan, in the order of the table."""
-        three = {"bits_index": 5, "bits_k": 2, "bits_v": 3, "index": self._index}
-        four = {"bits_k": 4, "bits_v": 4}
+        H = self.checkpoint.config.head_dim
+        three, four, eight = (preset_settings(name, H) for name in ("3bit", "4bit", "8bit"))
         return {
             "preset small": lambda: (self._judged(), None),
-            "preset 8bit": lambda: (self._coded({"bits_k": 8, "bits_v": 8}, calibrated=False), None),
+            "preset 8bit": lambda: (self._coded(eight, calibrated=False), None),
             "preset 4bit": lambda: (self._coded(four), None),
             "preset 4bit, not calibrated": lambda: (self._coded(four, calibrated=False), None),
             "preset 3bit": lambda: (self._coded(three), None),
@@ -118,10 +118,6 @@ class Plans:
         plan = preset_plan("small", self.checkpoint)
         assert plan is not None  # It raises if the folder has none.
         return plan
-
-    @property
-    def _index(self) -> int:
-        return index_size(self.checkpoint.config.head_dim)
 
     def _coded(self, settings: dict[str, int], *, calibrated: bool = True) -> CompressionPlan:
         basis = stored_basis(self.checkpoint) if calibrated else None

@@ -146,7 +146,7 @@ np.savez({out!r}, **{{name: getattr(moments, name) for name in "qkvo"}})
 """
 
 
-def test_keys_with_a_large_bias_are_calibrated_before_they_are_rounded(tiny_llama: TinyModel):
+def test_keys_with_a_large_bias_are_observed_before_they_are_rounded(tiny_llama: TinyModel):
     # In bfloat16 a key of 400 is rounded to an even number.
     tiny = TinyModel(replace(tiny_llama.config, qkv_bias=True))
     for layer in tiny.layers:
@@ -161,11 +161,6 @@ def test_keys_with_a_large_bias_are_calibrated_before_they_are_rounded(tiny_llam
     assert rounded.dtype == jnp.bfloat16
     assert jnp.abs(rounded - expected).max() > 0.5
     assert jnp.abs(kept - expected).max() < 0.05
-    exact = collect_moments(whole, tokens, fingerprint="x")
-    found = collect_moments(half, tokens, fingerprint="x")
-    variance = np.trace(exact.k_rest[0], axis1=-2, axis2=-1)
-    np.testing.assert_allclose(np.trace(found.k_rest[0], axis1=-2, axis2=-1), variance, rtol=0.02)
-    np.testing.assert_allclose(found.key_shift[0], exact.key_shift[0], atol=0.01)
 
 
 @pytest.mark.full
