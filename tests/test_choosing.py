@@ -137,7 +137,7 @@ def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_who_reads_all_far_tokens_attends_to_all(spec):
     expected, found = (whole(each, *tokens(2)) for each in (PrefixRing(**SHAPE), replace(spec, read=S)))
     np.testing.assert_allclose(found.o, expected.o, atol=1e-5)
@@ -155,7 +155,7 @@ def test_queries_go_in_blocks(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_of_equal_pages_the_lower_are_read(spec):
     q, k, v = tokens(4)
     k[:] = k[:, :1]

@@ -24,6 +24,7 @@ def test_a_file_has_the_logits_of_the_folder_that_transformers_saves(name, tmp_p
     assert row["gguf_and_transformers"] < 1e-5 * row["largest_logit"]
 
 
+@pytest.mark.full
 def test_differences_are_found(tmp_path, monkeypatch):
     def export(model: Path, folder: Path, ids: np.ndarray) -> np.ndarray:
         write_variant("llama-gqa", folder)

@@ -208,7 +208,7 @@ def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_token_of_shifted_keys_that_one_kernel_turns(plain, caplog, in_pages):
     check(SPECS["near tokens, too"], caplog, unturned=True, in_pages=in_pages, shifted=True)
 

@@ -59,7 +59,7 @@ def brute_force(spec: CodedStore, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
     [(48, 8, 8), (40, 16, 20), (24, 8, 24), (24, 32, 40)],
     ids=["blocks fill it", "a block is left over", "all is near", "no block fits"],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
     rng, spec = np.random.default_rng(capacity), store(block, window)
     T = capacity - 1

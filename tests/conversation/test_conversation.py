@@ -144,6 +144,7 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     assert keeps_cache(model) == (model.plan.classes is None)
 
 
+@pytest.mark.full
 def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain, read):
     conversation = chat(plain, max_new_tokens=20, stop_tokens=(), sampling=Sampling(1.0, top_k=20))
     for message in MESSAGES:
@@ -209,6 +210,7 @@ def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     assert completion.tokens == anew(plain, prompt, 10, stop_tokens=())
 
 
+@pytest.mark.full
 def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     conversation = chat(plain, max_new_tokens=200, stop_tokens=())
     conversation.say("a")

@@ -206,7 +206,7 @@ def test_an_unchecked_plan_has_a_margin_and_a_warning(folder):
 
 
 @pytest.mark.parametrize("method", ["zdc", "coded"])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_checked_plan_holds_the_limit_on_all_of_the_text(folder, method):
     checkpoint = Checkpoint.open(folder / "model")
     asked = {"max_degradation": 0.5, "check_text": folder / "text", "method": method}

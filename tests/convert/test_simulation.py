@@ -96,6 +96,7 @@ def test_other_plans_have_real_arrays(folder):
     np.testing.assert_array_equal(token_nll(book._make_network(others[0]), book.windows), want)
 
 
+@pytest.mark.full
 def test_a_journal_tells_simulated_from_real(folder, tmp_path):
     options = {"dtype": None, "batch": 1, "journal": tmp_path / "journal.jsonl"}
     books = CodedBooks.open(folder, draw_windows(), [], **options)

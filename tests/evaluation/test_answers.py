@@ -69,6 +69,7 @@ def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
         assert np.abs(cached.log_probability - exact.log_probability).max() > 1e-3
 
 
+@pytest.mark.full
 def test_neither_batch_nor_padding_matters(tiny_llama: TinyModel):
     network, contexts, asked = tiny_llama.dense, tiny_llama.tokens(3, S), questions(tiny_llama, 3)
     together = answers(network, read_contexts(network, contexts, room=64, protocol="cached")[1], asked)

@@ -70,6 +70,7 @@ def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, "float32")
 
 
+@pytest.mark.full
 def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     windows = tiny_opt.tokens(3, 24)
     plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)

@@ -468,7 +468,7 @@ def check_passes(it, chosen, listed, configs=CONFIGS):
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), [SHAPES[1], SHAPES[3]])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_passes_in_one_launch_are_those_of_several(interpreted, keys, values, heads):
     check_passes(Case(keys, values, heads, S=192), 100, listed=True)
 

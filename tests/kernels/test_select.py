@@ -122,6 +122,7 @@ def test_refusals(change, message):
 
 @settings(max_examples=100, deadline=None)
 @given(cases(1, 64, 250), st.sampled_from([1, 50, 300]))
+@pytest.mark.full
 def test_plain_version(case, k):
     case.check(largest_reference, k)
 
@@ -181,7 +182,7 @@ def test_is_right_where_many_scores_agree(interpreted, kind):
 
 @pytest.mark.parametrize("better", [True, False])
 @pytest.mark.parametrize("thin", [16, 64])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
     # The sample has only the best scores or none of them, so candidates are too few or too many.
     S = 5 * BLOCK

@@ -186,6 +186,7 @@ def distance(found, want) -> float:
         (False, "turboquant", {"bits_v": 8}),
     ],
 )
+@pytest.mark.matrix
 def test_four_bits_of_keys_with_a_large_bias_need_the_shift(calibrated, method, settings):
     model = biased("llama")
     tokens = jnp.asarray(model.tokens(2, LENGTH))
