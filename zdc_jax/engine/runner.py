@@ -189,8 +189,10 @@ class Runner:
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
         self.cuts = not self.together or network.reproducible
-        on_gpu = self.together and jax.default_backend() == "gpu"
-        self.alone = self._pad_width(max(chunk, ALONE)) if on_gpu else self._widths[0]
+        self.alone = self._widths[0]
+        if self.together and jax.default_backend() == "gpu":
+            most = min(ALONE, layout.capacity)
+            self.alone = max(self.alone, 1 << (most.bit_length() - 1))
         # On a mesh, arrays of few sequences would be divided otherwise.
         few = FEW_ROWS if self.steps > 1 and network.mesh is None else ()
         self._row_counts = [*(count for count in few if count < layout.rows), layout.rows]
@@ -465,7 +467,7 @@ class Runner:
             if name != grouped and name not in long:
                 raise CacheMemoryError(
                     f"the program {name!r} needs {needed:,} bytes in addition to weights and cache, "
-                    f"{free:,} are free; lower max_sequences, max_model_len or cache_tokens"
+                    f"{free:,} are free; lower chunk, max_sequences, max_model_len or cache_tokens"
                 )
             logger.warning("the program %r is left out: it needs %d bytes, %d are free", name, needed, free)
             if name == grouped:
