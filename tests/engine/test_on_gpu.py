@@ -31,7 +31,7 @@ def test_a_cached_prefix_changes_few_answers(plan, tmp_path):
             longer = (*prompt, *range(3, 40))
             listener = ask(engine, EngineRequest(longer, 6, ignore_eos=True))
             tokens = listener.tokens()
-            assert listener.events[0].cached_tokens == len(prompt) // PAGE * PAGE or len(prompt) % PAGE == 0
+            assert listener.events[0].cached_tokens >= (len(prompt) - 1) // PAGE * PAGE
             (expected,) = generate(model, longer, 6, stop_tokens=()).completions
             agreed += tokens[0] == expected.tokens[0]
     assert agreed >= 14

@@ -162,6 +162,20 @@ def lengths(plan: Plan) -> list[tuple[int, int]]:
     return [(chunk.begin, chunk.end) for chunk in plan.chunks]
 
 
+def test_requests_take_the_lowest_free_index():
+    # Programs for few sequences serve the first of the batch.
+    scheduler = scheduler_of(3, 16)
+    first, second, third = (Work((1, 2, 3), 5, salt=str(i)) for i in range(3))
+    for work in (first, second):
+        scheduler.add(work)
+    scheduler.plan()
+    assert (first.row, second.row) == (0, 1)
+    scheduler.end(first)
+    scheduler.add(third)
+    scheduler.plan()
+    assert third.row == 0
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     scheduler = scheduler_of(2, 8)
     long, short = Work(tuple(range(100)), 1), Work((1, 2, 3), 1)

@@ -39,9 +39,9 @@ class EngineConfig:
       cache_tokens: tokens that the cache has room for. By default enough for `max_sequences` requests of
         `max_model_len` tokens, or what fits into memory. Not allowed for plans whose method has no pages.
       page: tokens of a cache page.
-      chunk: most prompt tokens prefilled in a step, a power of two >= 32. By default as many as take about
-        60 ms on an H100, from 2,048 to 8,192, and 2,048 elsewhere. On GPUs a prompt that runs alone is read
-        in chunks of up to 8,192.
+      chunk: most prompt tokens prefilled in a step, a power of two >= 32. The default is 2,048 to
+        8,192 on GPUs, by the size of the model (`choose_step_tokens`), and 2,048 elsewhere. On GPUs a prompt
+        that runs alone is read in chunks of up to 8,192.
       decode_steps: decode steps in one program if no prompt is prefilled and no request waits. Their tokens
         are delivered together, and tokens after a stop token are discarded. Default 4 on GPUs and on
         a mesh, where the host needs longer for a step than the device, and 1 elsewhere. More than one
@@ -305,7 +305,7 @@ class Engine:
                 guided = [self._choose(group, frontier) for group, frontier in started.unchosen]
                 pending = started.pending + guided
                 if plan is not None and self._ends_a_lone_text(plan):
-                    # Else the first token would wait until the following steps have been started.
+                    # The first token need not wait until the next step has been started.
                     self._deliver(pending)
                     pending = []
             except Exception as error:

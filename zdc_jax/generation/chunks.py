@@ -18,7 +18,7 @@ PREFILL_CHUNK = 2048
 MOST_OF_STEP = 8192
 """Most prompt tokens of an engine's step by default."""
 STEP_FLOPS = 3e13
-"""Floating-point operations of an engine's step by default, which take about 60 ms on an H100.
+"""Floating-point operations of an engine's step by default, estimated at 60 ms of an H100.
 
 Running requests get one token in this time. Shorter steps leave the GPU waiting for the host.
 """
