@@ -1,7 +1,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.sampling import Sampling
+from zdc_jax.server import app
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.app import make_app
 from zdc_jax.server.body import read_body
@@ -421,6 +422,14 @@ def test_models_and_their_names(engine):
     described = error(client.get("/v1/models/other"), 404)
     assert described["code"] == "model_not_found"
     assert described["message"].endswith('the only model is "tiny" or "org/tiny" or "gpt-4"')
+
+
+def test_sources_that_are_not_installed_have_a_version_too(client, monkeypatch):
+    def fail(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(app, "version", fail)
+    assert client.get("/version").json() == {"version": "source"}
 
 
 def test_facts_about_the_server(client, engine):

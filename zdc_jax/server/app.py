@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -146,8 +146,12 @@ class Api:
         return model | {"root": self.names[0], "max_model_len": self.engine.max_model_len}
 
     async def version(self, http: Request) -> Response:
-        """Return the version of this package."""
-        return JSONResponse({"version": version("zdc-jax")})
+        """Return the version of this package; `source` if it runs without being installed."""
+        try:
+            installed = version("zdc-jax")
+        except PackageNotFoundError:
+            installed = "source"
+        return JSONResponse({"version": installed})
 
     async def tokenizer_info(self, http: Request) -> Response:
         """Return the special tokens and the chat template, under the names of tokenizer_config.json."""
