@@ -86,7 +86,7 @@ def test_a_model_whose_scores_would_be_noisy_is_refused(folder, monkeypatch):
     path, basis = folder
     basis.save(path / "calibration" / "basis")
     monkeypatch.setattr(presets, "MOST_NOISE", 2 * presets.mean_noise(basis))
-    assert load(path, "3bit").plan.settings.bits_k == 2
+    assert load(path, "3bit").plan.settings.bits_k == 3
     monkeypatch.setattr(presets, "MOST_NOISE", presets.mean_noise(basis) / 2)
     with pytest.raises(PlanError, match=r"plan='3bit': would lose too much .* use plan='4bit'"):
         load(path, "3bit")

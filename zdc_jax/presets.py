@@ -22,7 +22,9 @@ PLAN_FILE = "plan.json"
 WINDOW, SINKS = 128, 4
 """Recent and first tokens that presets keep in 8 bits."""
 INDEX_SHARE = 4
-"""`3bit` keeps the first coordinates of keys, one of four, in 5 bits, and the others in 2."""
+"""`3bit` keeps the first coordinates of keys, about one of four, in more bits."""
+KERNEL_COORDINATES = 16
+"""Kernels read planes of a multiple of so many coordinates."""
 
 
 MOST_NOISE = 2.4
@@ -69,8 +71,8 @@ def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
 
     - `8bit`: keys and values in 8 bits, without calibration.
     - `4bit`: keys and values in 4 bits, in the calibrated basis if there is one.
-    - `3bit`: a quarter of the coordinates of keys in 5 bits and the others in 2, values in 3 bits, in the
-      calibrated basis.
+    - `3bit`: a quarter of the coordinates of keys in 5 bits, or 4 for small heads, and the others and values
+      in 3, in the calibrated basis.
     - `small`: the judged plan that `zdc compress` stored in the folder.
     - `none`: no plan.
 
@@ -123,11 +125,12 @@ def _read_basis(checkpoint: Checkpoint) -> Basis | None:
 
 def preset_settings(name: str, head_dim: int) -> dict[str, int]:
     """Return the settings of method `coded` that `8bit`, `4bit` or `3bit` stands for, without `bits_near`."""
-    index = head_dim // INDEX_SHARE // 8 * 8
+    index = head_dim // INDEX_SHARE // KERNEL_COORDINATES * KERNEL_COORDINATES
+    bits_index = 5 if head_dim >= 128 else 4  # The scales of small heads take more of the bytes.
     values: dict[str, dict[str, int]] = {
         "8bit": {"bits_k": 8, "bits_v": 8},
         "4bit": {"bits_k": 4, "bits_v": 4},
-        "3bit": {"index": index, "bits_index": 5, "bits_k": 2, "bits_v": 3},
+        "3bit": {"index": index, "bits_index": bits_index, "bits_k": 3, "bits_v": 3},
     }
     return values[name]
 

@@ -76,7 +76,7 @@ class Plans:
 
     Attributes:
       checkpoint: calibrated folder.
-      context: context at which evicting plans have the bytes of the preset `3bit`, in tokens.
+      context: context at which evicting plans have the bytes of `3bit` with keys in 2 bits, in tokens.
       dtype: dtype of the plans.
     """
 
@@ -88,15 +88,16 @@ class Plans:
         """Return a function for each plan, in the order of the table."""
         H = self.checkpoint.config.head_dim
         three, four, eight = (preset_settings(name, H) for name in ("3bit", "4bit", "8bit"))
+        two = three | {"bits_k": 2}
         return {
             "preset small": lambda: (self._judged(), None),
             "preset 8bit": lambda: (self._coded(eight, calibrated=False), None),
             "preset 4bit": lambda: (self._coded(four), None),
             "preset 4bit, not calibrated": lambda: (self._coded(four, calibrated=False), None),
             "preset 3bit": lambda: (self._coded(three), None),
-            "3bit, values in 2": lambda: (self._coded(three | {"bits_v": 2}), None),
-            "3bit, keys in 3": lambda: (self._coded(three | {"bits_k": 3}), None),
-            "3bit without the shift": lambda: self._without_shift(three),
+            "3bit, keys in 2": lambda: (self._coded(two), None),
+            "3bit, keys and values in 2": lambda: (self._coded(two | {"bits_v": 2}), None),
+            "3bit, keys in 2, without the shift": lambda: self._without_shift(two),
             "rotated 4 bits without the shift": lambda: (self._uncalibrated("coded", four | _IN_8), None),
             "int8": lambda: (self._uncalibrated("int8", {}, near=_NONE), None),
             "int8 with the shift": lambda: (self._shifted("int8", {}), None),
@@ -110,8 +111,8 @@ class Plans:
             "oscar with the shift": lambda: self._oscar(shift=True),
             "oscar free": lambda: (self._uncalibrated("oscar_free", {}, near=_RECENT), None),
             "oscar free with the shift": lambda: (self._shifted("oscar_free", {}, near=_RECENT), None),
-            "snapkv": lambda: (self._at_bytes("snapkv", self._coded(three)), None),
-            "window": lambda: (self._at_bytes("window", self._coded(three)), None),
+            "snapkv": lambda: (self._at_bytes("snapkv", self._coded(two)), None),
+            "window": lambda: (self._at_bytes("window", self._coded(two)), None),
         }
 
     def _judged(self) -> CompressionPlan:

@@ -30,7 +30,7 @@ LONG = 512
 
 def shifted_plan() -> CompressionPlan:
     """Return a plan like the preset `3bit` of a model with a bias of keys."""
-    values = {"index": 32, "bits_index": 5, "bits_k": 2, "bits_v": 3, "bits_near": 8}
+    values = {"index": 32, "bits_index": 5, "bits_k": 3, "bits_v": 3, "bits_near": 8}
     plan = CompressionPlan.uniform(CONFIG, qk=CONFIG.head_dim, v=CONFIG.head_dim, sinks=4, window=128)
     settings = methods.settings_from_json("coded", values)
     return replace(plan, method="coded", settings=settings).with_shift([True] * len(CONFIG.layers))
