@@ -19,10 +19,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from kernels_pallas.common import NEVER
-from kernels_pallas.triton import check_back_end, pieces, plt
+from kernels_pallas.triton import check_back_end, plt
 
 TOGETHER = 16
 """Parts that a program reads at a time."""
+COLUMNS = 16
+"""Coordinates that a program merges. Parts of few sequences are then read by many multiprocessors."""
 
 
 @functools.partial(
@@ -99,8 +101,8 @@ def _launch(
     o, lse = pl.pallas_call(
         functools.partial(_kernel, forms=[_Form.of(each) for each in parts], G=G),
         out_shape=(like((copies * B, K * G, Z), dtype), like((B, K * G), jnp.float32)),
-        grid=(B, K * G),
-        compiler_params=plt.CompilerParams(num_warps=4),
+        grid=(B, K * G, pl.cdiv(Z, COLUMNS)),
+        compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,
         name="zdc_merge",
     )(*(x for each in parts for x in (each.o, each.lse)), *map(jnp.asarray, places))
@@ -124,7 +126,7 @@ class _Form:
 
 
 def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
-    """Merge the parts of one query head."""
+    """Merge some coordinates of the parts of one query head."""
     *inputs, o_ref, lse_ref = refs
     arrays, places = inputs[: 2 * len(forms)], iter(inputs[2 * len(forms) :])
     found = [
@@ -137,14 +139,12 @@ def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
     highest = functools.reduce(jnp.maximum, (lse.max() for each in lses for lse in each), jnp.float32(NEVER))
     weights = [[jnp.exp(lse - highest) for lse in each] for each in lses]
     total = functools.reduce(jnp.add, (weight.sum() for each in weights for weight in each))
-    for begin, width in pieces(o_ref.shape[2]):
-        columns = begin + lax.broadcasted_iota(jnp.int32, (1, width), 1)
-        parts = (
-            each.results(b, kv, member, columns, weight) for each, weight in zip(found, weights, strict=True)
-        )
-        o = functools.reduce(jnp.add, parts) / jnp.where(total > 0, total, 1.0)
-        for row in range(o_ref.shape[0] // lse_ref.shape[0]):
-            plt.store(o_ref.at[b + row, n, pl.ds(begin, width)], o.astype(o_ref.dtype))
+    columns = pl.program_id(2) * COLUMNS + lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1)
+    sums = (each.results(b, kv, member, columns, weight) for each, weight in zip(found, weights, strict=True))
+    o = functools.reduce(jnp.add, sums) / jnp.where(total > 0, total, 1.0)
+    of_row, there = columns[0], columns[0] < o_ref.shape[2]
+    for row in range(o_ref.shape[0] // lse_ref.shape[0]):
+        plt.store(o_ref.at[b + row, n, of_row], o.astype(o_ref.dtype), mask=there)
     lse_ref[b, n] = jnp.log(total) + highest
 
 

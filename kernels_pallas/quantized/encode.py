@@ -91,7 +91,7 @@ def check_encode(
     if block_table is not None:
         common.check_table(block_table, B, planes[0][0].reach, 1)
     common.check_sizes(B=B, T=T, K=K, S=slots)
-    tokens = B if block_table is None else lead, K, slots
+    tokens = max(B, lead) if block_table is None else lead, K, slots
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
         if not jnp.issubdtype(array.dtype, jnp.floating):

@@ -64,7 +64,8 @@ class Stored(NamedTuple):
 
     Attributes:
       planes: planes of the store, for the first coordinates one after another.
-      ring: ring of near tokens, [B, K, M, all coordinates], in 16 bits or in one plane of integers.
+      ring: ring of near tokens, [B, K, M, all coordinates], in 16 bits or in one plane of integers. It may
+        have more sequences than there are tokens, whose rings are left as they are.
     """
 
     planes: Sequence[Plane]
@@ -278,13 +279,14 @@ def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: 
         raise ValueError(
             f"sinks={sinks}, window={window}: must be 0 to {slots} together, the slots of {name}"
         )
+    rows = max(B, (ring.reach if isinstance(ring, Plane) else ring).shape[0])
     if isinstance(ring, Plane):
-        check_plane(name, ring, (B, K, slots))
+        check_plane(name, ring, (rows, K, slots))
         check_offsets(name, ring)
         if ring.width != width:
             raise ValueError(f"{name} has {ring.width} coordinates: must be {width}")
         return
-    common.check_shape(name, ring, (B, K, slots, width), "B, K, M, coordinates")
+    common.check_shape(name, ring, (rows, K, slots, width), "B, K, M, coordinates")
     common.check_dtypes(k=k, **{name: ring})
     if (size := 2 * math.prod(ring.shape)) > 2**31:
         raise ValueError(f"{name} has {size} bytes: must be at most 2^31")

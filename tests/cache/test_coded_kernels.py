@@ -23,6 +23,7 @@ from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.codes.gaussian import Gaussian
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.paging.pages import Pages
+from zdc_jax.cache.specs import coded_far
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import Call
@@ -163,10 +164,10 @@ def turned_later(k, positions):
     return NewKeys(k, Turn(positions, frequencies, *(jnp.asarray(x, k.dtype) for x in basis)))
 
 
-def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False):
-    """Read a ragged prompt on XLA, then decode tokens on `implementation`.
+def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False, rows=B):
+    """Read a ragged prompt on XLA, then decode tokens of the first `rows` sequences on `implementation`.
 
-    Returns results [STEPS, B, N, H] and what each step hands on.
+    Returns results [STEPS, rows, N, H] and what each step hands on.
 
     unturned: queries and keys of the decoded tokens come before the rotation.
     shifted: scores gain the products of queries with a mean of keys.
@@ -179,15 +180,22 @@ def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False)
     state, length = spec.create(B, S), np.array(PROMPT)
     positions, end = jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length)
     done = attend(spec, "xla", state, *draw(T), positions, end, None, table, shifted)
-    found, aux = [], []
+    table = None if table is None else table[:rows]
+    found, aux, others = [], [], other_rings(done.state, rows)
     for step in range(STEPS):
-        at = jnp.asarray(length + step)
-        q, k, v = draw(1)
+        at = jnp.asarray(length + step)[:rows]
+        q, k, v = (x[:rows] for x in draw(1))
         k = turned_later(k, at[:, None]) if unturned else k
         done = attend(spec, implementation, done.state, q, k, v, at[:, None], at + 1, None, table, shifted)
         found.append(np.asarray(done.o[:, 0], np.float64))
         aux.append(done.aux)
+    jax.tree.map(np.testing.assert_array_equal, other_rings(done.state, rows), others)
     return np.stack(found), aux
+
+
+def other_rings(state, rows):
+    """Return the rings of the sequences after the first `rows`."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf[rows:]), state.near)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -211,6 +219,37 @@ def test_shifted_keys_decode_on_kernels_as_on_xla(plain, name):
 @pytest.mark.full
 def test_a_token_of_shifted_keys_that_one_kernel_turns(plain, caplog, in_pages):
     check(SPECS["near tokens, too"], caplog, unturned=True, in_pages=in_pages, shifted=True)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "unturned"),
+    [(None, True), pytest.param(None, False, marks=pytest.mark.full), ("xla", False)],
+)
+def test_the_first_of_more_sequences_decode_without_copies_of_their_rings(
+    plain, unturned, implementation, monkeypatch
+):
+    if implementation is None:
+        monkeypatch.setattr(coded_far, "_put_first", None)  # Kernels do not need it.
+    spec = Paged.of(SPECS["near tokens, too"], page=PAGE, pages=B * S // PAGE)
+    table = jnp.arange(B * S // PAGE).reshape(B, -1)
+    options = {"table": table, "unturned": unturned, "shifted": unturned}
+    state = spec.create(B, S)
+    assert spec.first_rows(state, 2) is state
+    found, _ = run(spec, implementation, rows=2, **options)
+    expected, _ = run(spec, implementation, **options)
+    np.testing.assert_array_equal(found, expected[:, :2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("unturned", [False, True])
+def test_the_first_of_more_sequences_decode_on_the_device(unturned, rows):
+    spec = Paged.of(SPECS["near tokens, too"], page=PAGE, pages=B * S // PAGE)
+    options = {"table": jnp.arange(B * S // PAGE).reshape(B, -1), "unturned": unturned, "shifted": unturned}
+    found, _ = run(spec, None, rows=rows, **options)
+    expected, _ = run(spec, "xla", **options)
+    error = np.linalg.norm(found - expected[:, :rows], axis=-1) / np.linalg.norm(found, axis=-1)
+    assert error.max() < (0.08 if unturned else 0.02)
 
 
 @pytest.mark.gpu

@@ -242,8 +242,10 @@ class Runner:
         numbers = empty.numbers[0]
         widths = {*self._widths, *self._list_whole_widths(), *self._list_alone_widths()}
         chunks = [ChunkInputs(0, [0] * width, 0, True, numbers, "greedy") for width in sorted(widths)]
-        for chunk, decoding in itertools.product(chunks, (empty, beside)):
-            self.prefill([chunk], decoding)
+        for chunk in chunks:
+            self.prefill([chunk], empty)
+            if len(chunk.tokens) <= self._widths[0]:
+                self.prefill([chunk], beside)
         for choice in choices:
             self.prefill([replace(chunks[0], choice=choice)], empty)
         if self.grouping.several > 1:

@@ -369,11 +369,11 @@ def ring_pass(
 ) -> CodedPass:
     """Return the kernel's pass from one query per sequence over its quantized near tokens, with its own.
 
-    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`). `block_scores` and
-    `arranged` are those of `far_pass`.
+    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), for these sequences and
+    maybe more after them. `block_scores` and `arranged` are those of `far_pass`.
     """
     keys, values = planes
-    B, K, M = values.reach.shape
+    B, (_, K, M) = len(positions), values.reach.shape
     stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
 
     def of_heads(x: Array) -> Array:
@@ -388,9 +388,15 @@ def ring_pass(
         zero,
         zero + M,
         slots=slots,
+        block_table=table_of_rings(planes, B),
         gains=queries.gains,
         blocks=None if queries.gains is None else of_heads(stored // BLOCK),
     )
+
+
+def table_of_rings(planes: Sequence[Plane], count: int) -> Int[Array, "count 1"] | None:
+    """Return the block table of the first rings if there are more, as if rings were pages; else None."""
+    return None if len(planes[-1].reach) == count else jnp.arange(count, dtype=jnp.int32)[:, None]
 
 
 def choice_refusal(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from kernels_pallas import CodedPass, Stored, TurnedQueries, join_heads
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, CodedParts
@@ -96,7 +98,22 @@ class CodedFar(NearFar):
                 o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
                 return Attended(written, o, lse, aux)
             q, k = k.rotate(q, call.implementation)
-        return super().attend(state, q, k, v, positions, end, aux, call)
+        rings = jax.tree.leaves(state.near)
+        if len(rings[0]) == len(q) or self._decodes_in_place(state, q, v, call):
+            return super().attend(state, q, k, v, positions, end, aux, call)
+        first = jax.tree.map(lambda ring: ring[: len(q)], state.near)
+        attended = super().attend(replace(state, near=first), q, k, v, positions, end, aux, call)
+        near = jax.tree.map(_put_first, state.near, attended.state.near)
+        return attended._replace(state=replace(attended.state, near=near))
+
+    @property
+    def takes_more_rings(self) -> bool:
+        return self.has_near and self.near_code is not None
+
+    def _decodes_in_place(self, state: NearFarState, q: Array, v: Array, call: Call) -> bool:
+        """Return whether kernels write and read single tokens in rings of more sequences than `q` has."""
+        reads = q.shape[1] == 1 and self.reads_pages(state, q, v, call)
+        return reads and self.near.can_decode_stored(state.near, q, v, call)
 
     def _put_token(
         self,
@@ -140,3 +157,8 @@ class CodedFar(NearFar):
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
         gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
         return turned, gains, NearFarState(near, self.from_parts(*coded))
+
+
+def _put_first(old: Array, new: Array) -> Array:
+    """Replace the first sequences of an array."""
+    return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)

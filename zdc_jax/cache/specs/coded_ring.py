@@ -20,6 +20,7 @@ from zdc_jax.ops.cache_attention import (
     coded_decode_refusal,
     ring_pass,
     round_with_kernel,
+    table_of_rings,
     takes_kernels,
 )
 from zdc_jax.ops.new_keys import NewKeys
@@ -134,7 +135,9 @@ class CodedRing(PrefixRing):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        refusal = partial(coded_decode_refusal, q, planes, slots=_shape_of_all_slots(planes))
+        table = table_of_rings(planes, len(q)) if planes else None
+        slots = _shape_of_all_slots(planes, len(q))
+        refusal = partial(coded_decode_refusal, q, planes, slots=slots, table=table)
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
@@ -184,12 +187,12 @@ class CodedRing(PrefixRing):
         return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
 
 
-def _shape_of_all_slots(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
-    """Return the shape of a list of all slots, for one query per sequence."""
+def _shape_of_all_slots(planes: list[Plane], count: int) -> jax.ShapeDtypeStruct | None:
+    """Return the shape of a list of all slots, for one query of each of `count` sequences."""
     if not planes:
         return None
-    B, K, M = planes[0].reach.shape
-    return jax.ShapeDtypeStruct((B, 1, K, M), jnp.int32)
+    _, K, M = planes[0].reach.shape
+    return jax.ShapeDtypeStruct((count, 1, K, M), jnp.int32)
 
 
 def _get_ring_fields(ring: PrefixRing) -> dict[str, Any]:

@@ -277,6 +277,14 @@ class LayerCacheSpec(ABC):
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
 
+    @property
+    def takes_more_rings(self) -> bool:
+        """Whether `attend` takes rings of more sequences than its queries, and serves the first ones.
+
+        Tokens stored by position must be those of the queries' sequences, or in pages.
+        """
+        return False
+
     def first_rows(self, state: State, count: int) -> State:
         """Return the state of the first `count` sequences, together with the shared leaves."""
         leaves, tree = jax.tree.flatten(state)
