@@ -1,11 +1,13 @@
 """Causal attention of many queries on truncated coordinates, two ranks under one softmax.
 
     grid: (B·N·tiles,); `warpgroups` consumers of 64 queries each, and one producer warpgroup per CTA
-    producer:   each step: wait k_free[slot], v_free[slot] → TMA K, V → k_ready[slot], v_ready[slot]
+    producer:   each step: wait k.free[slot] → TMA K → k.ready[slot], then the same for V
     consumer:   TMA Q → q_ready; each step:
-                    wait k_ready → S = Q Kᵀ → arrive k_free → online softmax
-                    wait v_ready → O += P V → arrive v_free
-    two ranks:  trailing coordinates in one more buffer, with tail_ready and tail_free
+                    wait k.ready[slot] → S = Q Kᵀ → arrive k.free[slot] → online softmax
+                    wait v.ready[slot] → O += P V → arrive v.free[slot]
+    two ranks:  trailing coordinates in one more buffer each, with tail_ready and tail_free
+
+Buffers and barriers are described in `memory`.
 
 A query head and visible key cost 2 (R + Z) FLOP, a near key 2 (H + HV). Each CTA reads the keys of its
 queries, 2 (R + Z) bytes each, for 64 · warpgroups queries: 64 · warpgroups FLOP per byte from the
@@ -37,8 +39,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import check_scale, tile_width, tiled
-from kernels_pallas.prefill.consumer import attend
+from kernels_pallas.common import check_scale
+from kernels_pallas.prefill.consumer import Consumer, attend
 from kernels_pallas.prefill.inputs import (
     GAIN_BLOCK,
     ROWS,
@@ -51,7 +53,8 @@ from kernels_pallas.prefill.inputs import (
     listed_config,
 )
 from kernels_pallas.prefill.items import Geometry, item_of
-from kernels_pallas.prefill.producer import Rows, load_keys
+from kernels_pallas.prefill.memory import Buffers, Operands, Pair
+from kernels_pallas.prefill.producer import load_keys
 from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20
@@ -180,12 +183,11 @@ def prefill_attention(
     lengths = starts + T if lengths is None else jnp.clip(lengths, 0, starts + T)
     apart = near if trailing is None else trailing
     base = zeros if apart is None else apart.start
-    tails, near_only = _tails(apart), not k.shape[-1]
+    far, (own, own_sinks), near_only = Pair(k, v), _pairs(apart), not k.shape[-1]
     if near_only:  # The trailing coordinates are all coordinates: keys of one rank, and the sinks.
-        k, v, *tails = tails
-        block_table = None
+        far, own, block_table = own, Pair(), None
     two_ranks = trailing is not None and not near_only
-    (K, S, R), Z = k.shape[1:], v.shape[-1]
+    (K, S, R), Z = far.k.shape[1:], far.v.shape[-1]
     H, HV = (H, H) if two_ranks else (R, Z)
     page = 0 if block_table is None else S
     S = S if block_table is None else block_table.shape[1] * page
@@ -214,29 +216,42 @@ def prefill_attention(
         listed=blocks[0] if lists is not None else 0,
         together=_together(B * N, N // K, S * (R + Z)),
     )
-    operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
-    operands += [common.pad_rows(x, 2) for x in (k, v, *tails)]
+    scalars, q = jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)
+    far, own, own_sinks = jax.tree.map(lambda x: common.pad_rows(x, 2), (far, own, own_sinks))
+    listed, bounds = (None, None) if lists is None else lists
     if positions is not None:
-        operands += _bounds(positions, g.tiles, config)
-    operands += [] if lists is None else list(lists)
-    operands += [] if block_table is None else [block_table]
+        positions, bounds = _bounds(positions, g.tiles, config)
     if block_scores is not None:
         # Copied only if the last 64 queries are incomplete: the transposition undoes that of `score_blocks`.
         padded = jnp.pad(block_scores, ((0, 0), (0, -T % ROWS), (0, 0), (0, 0)))
-        operands.append(padded.transpose(0, 2, 3, 1))
+        block_scores = padded.transpose(0, 2, 3, 1)
+    operands = Operands(
+        scalars=scalars,
+        q=q,
+        far=far,
+        near=own,
+        sinks=own_sinks,
+        positions=positions,
+        lists=listed,
+        bounds=bounds,
+        table=block_table,
+        gains=block_scores,
+    )
     o, lse = _launch(g, config, operands)
     return o[:, :T], lse[..., :T]
 
 
-def _tails(trailing: Trailing | None) -> list[Array]:
-    """Return the non-empty trailing coordinates of keys and values, then those of sinks."""
+def _pairs(trailing: Trailing | None) -> tuple[Pair, Pair]:
+    """Return the non-empty trailing coordinates of keys and values, and those of sinks."""
     if trailing is None:
-        return []
-    given = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
-    return [x for x in given if x is not None and x.shape[-1]]
+        return Pair(), Pair()
+    k, v, _, *sinks = (x if x is not None and x.shape[-1] else None for x in trailing)
+    return Pair(k, v), Pair(*sinks)
 
 
-def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
+def _bounds(
+    positions: tuple[Array, Array], tiles: int, config: PrefillConfig
+) -> tuple[tuple[Array, Array], Array]:
     """Pad positions to whole tiles and blocks, and find the blocks that each tile sees.
 
     Absent keys get a position after all queries.
@@ -256,7 +271,7 @@ def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -
     lowest = lax.cummin(blocks.min(-1), axis=1, reverse=True)[:, None]
     by_all = (highest <= tile.min(-1, keepdims=True)).sum(-1)
     by_any = (lowest <= tile.max(-1, keepdims=True)).sum(-1)
-    return [queries, keys, jnp.stack([by_all, by_any], -1).astype(jnp.int32)]
+    return (queries, keys), jnp.stack([by_all, by_any], -1).astype(jnp.int32)
 
 
 def _together(heads: int, groups: int, width: int) -> int:
@@ -268,18 +283,17 @@ def _together(heads: int, groups: int, width: int) -> int:
     return next(n for n in range(count, 0, -1) if heads % n == 0)
 
 
-def _launch(g: Geometry, config: PrefillConfig, operands: list[Array]) -> tuple[Array, Array]:
-    """Launch the kernel on padded operands: [B, 3] starts, lengths and bases; q, k, v; other inputs.
+def _launch(g: Geometry, config: PrefillConfig, operands: Operands) -> tuple[Array, Array]:
+    """Launch the kernel on padded operands.
 
     Returns:
       o [B, T', N, HV] and lse [B, N, T''], where T' is the padded tokens of q, and T'' those of whole tiles.
     """
-    q = operands[1]
-    B, T = q.shape[:2]
+    B, T = operands.q.shape[:2]
     return plgpu.kernel(
-        functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
+        functools.partial(_kernel, g=g, config=config),
         out_type=[
-            jax.ShapeDtypeStruct((B, T, g.N, g.HV), q.dtype),
+            jax.ShapeDtypeStruct((B, T, g.N, g.HV), operands.q.dtype),
             jax.ShapeDtypeStruct((B, g.N, g.tiles * config.warpgroups * ROWS), jnp.float32),
         ],
         grid=(B * g.N * g.tiles,),
@@ -288,56 +302,22 @@ def _launch(g: Geometry, config: PrefillConfig, operands: list[Array]) -> tuple[
         thread_name="wg",
         kernel_name="zdc_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
-    )(*operands)
+    )(operands)
 
 
-def _kernel(*refs: Any, g: Geometry, config: PrefillConfig, dtype: Any) -> None:
-    scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
-    gains = tails.pop() if g.gains else None
-    positions, bounds = (tails[:2], tails[2]) if g.positions else (None, None)
-    table = tails.pop() if g.page else None
-    lists, bounds = (tails[0], tails[1]) if g.listed else (None, bounds)
-
-    def run(**smem: Any) -> None:
+def _kernel(refs: Operands, o_ref: Any, lse_ref: Any, *, g: Geometry, config: PrefillConfig) -> None:
+    def run(smem: Buffers) -> None:
         wg = lax.axis_index("wg")
-        item = item_of(g, config, scalars, bounds)
+        item = item_of(g, config, refs.scalars, refs.bounds)
 
         @pl.when(wg == config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            load_keys(g, config, smem, item, (k_ref, v_ref), tails, Rows(table, lists))
+            load_keys(g, config, smem, item, refs)
 
         @pl.when(wg < config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(160 if config.warpgroups == 3 else 232, action="increase")
-            attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype, positions, gains)
+            attend(Consumer(g, config, smem, item, wg, refs), o_ref, lse_ref)
 
-    pl.run_scoped(run, collective_axes="wg", **_scratch(g, config, dtype))
-
-
-def _scratch(g: Geometry, config: PrefillConfig, dtype: Any) -> dict[str, Any]:
-    wgs, stages, block = config.warpgroups, config.stages, config.block_kv
-    qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
-    buffer = functools.partial(tiled, dtype=dtype)
-    scratch: dict[str, Any] = {
-        "q": buffer(wgs, ROWS, g.R, width=qk),
-        "k": buffer(stages, block, g.R, width=qk),
-        "v": buffer(stages, block, g.Z, width=vo),
-        "o": buffer(wgs, ROWS, g.Z, width=vo),
-        "lse": plgpu.SMEM((wgs, ROWS), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=wgs, num_arrivals=2 if g.H > g.R else 1),
-        "k_ready": plgpu.Barrier(num_barriers=stages),
-        "v_ready": plgpu.Barrier(num_barriers=stages),
-        "k_free": plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
-        "v_free": plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
-    }
-    if g.two_ranks:
-        scratch["tail_ready"] = plgpu.Barrier(num_arrivals=len(g.tails()))
-        scratch["tail_free"] = plgpu.Barrier(num_arrivals=wgs)
-    if g.H > g.R:
-        scratch["q_tail"] = buffer(wgs, ROWS, g.H - g.R, width=qk)
-        scratch["k_tail"] = buffer(block, g.H - g.R, width=qk)
-    if g.HV > g.Z:
-        scratch["v_tail"] = buffer(block, g.HV - g.Z, width=vo)
-        scratch["o_tail"] = buffer(wgs, ROWS, g.HV - g.Z, width=vo)
-    return scratch
+    pl.run_scoped(run, Buffers.of(g, config, refs.q.dtype), collective_axes="wg")

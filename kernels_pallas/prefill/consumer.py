@@ -12,6 +12,7 @@ from kernels_pallas.common import LOG2_E, filled, scaled
 from kernels_pallas.prefill import turns
 from kernels_pallas.prefill.inputs import GAIN_BLOCK, ROWS, PrefillConfig
 from kernels_pallas.prefill.items import Geometry, Item
+from kernels_pallas.prefill.memory import Buffers, Operands
 from kernels_pallas.prefill.softmax import Gains, State, empty, lanes, raised, weights
 
 _FAR, _RECENT, _SINKS = 0, 1, 2
@@ -20,64 +21,20 @@ _LARGEST_GAIN = 2.0**100
 """Bound on what base-2 scores gain: larger ones, and NaN, are of blocks without a visible key."""
 
 
-def attend(
-    g: Geometry,
-    config: PrefillConfig,
-    smem: Any,
-    item: Item,
-    wg: Array,
-    q_ref: Any,
-    o_ref: Any,
-    lse_ref: Any,
-    dtype: Any,
-    positions: Any,
-    gains: Any,
-) -> None:
-    """Run one consumer warpgroup: its 64 queries against all blocks, then store the results."""
-    rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
-    parts = (("q", pl.ds(0, g.R)), ("q_tail", pl.ds(g.R, g.H - g.R)))[: 2 if g.H > g.R else 1]
-    for name, columns in parts:
-        source = q_ref.at[item.b, rows, item.head, columns]
-        plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
-    column = plgpu.Layout.WGMMA.reduce(1)
-    steps = Consumer(g, config, smem, item, wg, dtype, positions, gains)
-    of_plain, of_masked = steps.plain_gains(jnp.int32(0)), steps.masked_gains(item.plain)
-    plgpu.barrier_wait(smem["q_ready"].at[wg])
-    state = lax.cond(
-        item.plain > 0, lambda state: steps.plain(state, of_plain), lambda state: state, empty(g.Z)
-    )
-    if g.HV > g.Z:
-        state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
-    inner, carry = item.plain + item.mixed, (state, of_masked)
-    if g.two_ranks:
-        carry = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), carry)
-    state, _ = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), carry)
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
-    l = jnp.where(row + item.first + wg * ROWS < item.length, state.l.sum(axis=1), 0.0)
-    inverse = jnp.where(l > 0, 1.0 / l, 0.0)
-    smem["o"].at[wg][...] = scaled(state.acc, inverse).astype(dtype)
-    if state.tail is not None:
-        smem["o_tail"].at[wg][...] = scaled(state.tail, inverse).astype(dtype)
-    smem["lse"].at[wg][...] = jnp.where(l > 0, state.m / LOG2_E + jnp.log(l), -jnp.inf)
-    plgpu.commit_smem()
-    parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.HV > g.Z else 1]
-    for name, columns in parts:
-        plgpu.copy_smem_to_gmem(smem[name].at[wg], o_ref.at[item.b, rows, item.head, columns])
-    plgpu.copy_smem_to_gmem(smem["lse"].at[wg], lse_ref.at[item.b, item.head, rows])
-    plgpu.wait_smem_to_gmem(0)
-
-
 class Consumer(NamedTuple):
     """Steps of a consumer warpgroup over blocks of keys."""
 
     g: Geometry
     config: PrefillConfig
-    smem: Any
+    smem: Buffers
     item: Item
     wg: Array
-    dtype: Any
-    positions: Any
-    gains: Any
+    refs: Operands
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of queries, keys and values."""
+        return self.refs.q.dtype
 
     def plain(self, state: State, gains: Gains) -> State:
         """Add all unmasked blocks, at least one; `gains` are those of the first."""
@@ -99,10 +56,10 @@ class Consumer(NamedTuple):
         """
         g, slot, width = self.g, self._slot(step), self._masked_width
         following = self.masked_gains(step + 1)
-        for name in ["k_ready", "v_ready"]:
-            plgpu.barrier_wait(self.smem[name].at[slot])
+        for ring in (self.smem.k, self.smem.v):
+            plgpu.barrier_wait(ring.ready.at[slot])
         if g.two_ranks:
-            plgpu.barrier_wait(self.smem["tail_ready"])
+            plgpu.barrier_wait(self.smem.tail_ready)
         first_key, kind = self._masked_keys(step)
 
         def part(i: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
@@ -112,10 +69,10 @@ class Consumer(NamedTuple):
             return self._masked_part(state, gains, slot, rows, key, kind, mixed), ahead
 
         state, _ = lax.fori_loop(*self._parts(first_key, kind), part, carry)
-        for name in ["k_free", "v_free"]:
-            plgpu.barrier_arrive(self.smem[name].at[slot])
+        for ring in (self.smem.k, self.smem.v):
+            plgpu.barrier_arrive(ring.free.at[slot])
         if g.two_ranks:
-            plgpu.barrier_arrive(self.smem["tail_free"])
+            plgpu.barrier_arrive(self.smem.tail_free)
         return state, following
 
     @property
@@ -173,8 +130,8 @@ class Consumer(NamedTuple):
         mixed: bool,
     ) -> State:
         g, smem, width = self.g, self.smem, part.size
-        q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
-        q_tail = (smem["q_tail"].at[self.wg], smem["k_tail"].at[part]) if g.H > g.R else None
+        q, k, v = smem.q.at[self.wg], smem.k.data.at[slot, part], smem.v.data.at[slot, part]
+        q_tail = (smem.q_tail.at[self.wg], smem.k_tail.at[part]) if g.H > g.R else None
 
         def iota(axis):
             return plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
@@ -202,7 +159,7 @@ class Consumer(NamedTuple):
                 # The outer barrier keeps the selection before the conversion, which then converts pairs.
                 far_zero = jnp.where(near(*lax.optimization_barrier((t, j))), p, 0.0)
                 p = lax.optimization_barrier(far_zero)
-            tail = _accumulate(state.tail, p.astype(self.dtype), smem["v_tail"].at[part])
+            tail = _accumulate(state.tail, p.astype(self.dtype), smem.v_tail.at[part])
             state = state._replace(tail=tail)
         return state
 
@@ -211,7 +168,7 @@ class Consumer(NamedTuple):
         starts, sizes = (self.item.row + self.wg * ROWS, first_key), (ROWS, width)
         shape, layout = (ROWS, width), plgpu.Layout.WGMMA
         loaded = []
-        for axis, (ref, start, size) in enumerate(zip(self.positions, starts, sizes, strict=True)):
+        for axis, (ref, start, size) in enumerate(zip(self.refs.positions, starts, sizes, strict=True)):
             rows = ref.at[self.item.b, pl.ds(pl.multiple_of(start, 8), size)]
             values = plgpu.load(rows, layout=layout.reduce(1 - axis), optimized=False)
             loaded.append(lax.broadcast_in_dim(values, shape, [axis]))
@@ -249,19 +206,19 @@ class Consumer(NamedTuple):
         """
         ((state, gains), scores), slot, ahead = carry, self._slot(step), self._slot(step + 1)
         next_gains = self.plain_gains(step + 1)
-        plgpu.barrier_wait(self.smem["k_ready"].at[ahead])
-        plgpu.barrier_wait(self.smem["v_ready"].at[slot])
+        plgpu.barrier_wait(self.smem.k.ready.at[ahead])
+        plgpu.barrier_wait(self.smem.v.ready.at[slot])
         p, state = self._weighed(state, gains, scores)
         p = p.astype(self.dtype)
 
         def body(next_scores: Any) -> tuple[State, Array]:
-            plgpu.wgmma(next_scores, self.smem["q"].at[self.wg], self.smem["k"].at[ahead].transpose((1, 0)))
-            acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
+            plgpu.wgmma(next_scores, self.smem.q.at[self.wg], self.smem.k.data.at[ahead].transpose((1, 0)))
+            acc = _accumulate(state.acc, p, self.smem.v.data.at[slot])
             return state._replace(acc=acc), next_scores[...]
 
         state, scores = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
-        plgpu.barrier_arrive(self.smem["k_free"].at[ahead])
-        plgpu.barrier_arrive(self.smem["v_free"].at[slot])
+        plgpu.barrier_arrive(self.smem.k.free.at[ahead])
+        plgpu.barrier_arrive(self.smem.v.free.at[slot])
         return (state, next_gains), scores
 
     def _slot(self, step: Array) -> Array:
@@ -281,7 +238,7 @@ class Consumer(NamedTuple):
 
     def masked_gains(self, step: Array) -> Gains:
         """Start to load the gains of the first part of a masked block that this warpgroup sees."""
-        if self.gains is None:
+        if self.refs.gains is None:
             return ()
         first_key, kind = self._masked_keys(step)
         width = self._masked_width
@@ -289,11 +246,11 @@ class Consumer(NamedTuple):
 
     def _gains(self, first_key: Array, width: int) -> Gains:
         """Load what base-2 scores of `width` keys from position `first_key` on gain, if there are gains."""
-        if self.gains is None:
+        if self.refs.gains is None:
             return ()
-        block, last = lax.div(first_key, jnp.int32(GAIN_BLOCK)), jnp.int32(self.gains.shape[2] - 1)
+        block, last = lax.div(first_key, jnp.int32(GAIN_BLOCK)), jnp.int32(self.refs.gains.shape[2] - 1)
         blocks = [
-            self.gains.at[self.item.b, self.item.head, jnp.clip(block + i, 0, last)]
+            self.refs.gains.at[self.item.b, self.item.head, jnp.clip(block + i, 0, last)]
             for i in range(width // GAIN_BLOCK)
         ]
         column, rows = plgpu.Layout.WGMMA.reduce(1), self._rows_of_gains()
@@ -303,15 +260,15 @@ class Consumer(NamedTuple):
 
     def _rows_of_gains(self) -> Any:
         """Return the rows of this warpgroup's queries, or the last rows if it has no queries."""
-        first = jnp.minimum(self.item.row + self.wg * ROWS, self.gains.shape[3] - ROWS)
+        first = jnp.minimum(self.item.row + self.wg * ROWS, self.refs.gains.shape[3] - ROWS)
         return pl.ds(pl.multiple_of(first, 8), ROWS)
 
     def scores(self, step: Array) -> Array:
         """Return the products of an unmasked block, which `factor` turns into base-2 scores."""
         slot = self._slot(step)
-        plgpu.barrier_wait(self.smem["k_ready"].at[slot])
-        scores = _product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
-        plgpu.barrier_arrive(self.smem["k_free"].at[slot])
+        plgpu.barrier_wait(self.smem.k.ready.at[slot])
+        scores = _product((self.smem.q.at[self.wg], self.smem.k.data.at[slot]))
+        plgpu.barrier_arrive(self.smem.k.free.at[slot])
         return scores
 
     def _weighed(self, state: State, gains: Gains, scores: Array) -> tuple[Array, State]:
@@ -326,10 +283,49 @@ class Consumer(NamedTuple):
 
     def add_values(self, step: Array, state: State, p: Array) -> State:
         slot = self._slot(step)
-        plgpu.barrier_wait(self.smem["v_ready"].at[slot])
-        acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
-        plgpu.barrier_arrive(self.smem["v_free"].at[slot])
+        plgpu.barrier_wait(self.smem.v.ready.at[slot])
+        acc = _accumulate(state.acc, p, self.smem.v.data.at[slot])
+        plgpu.barrier_arrive(self.smem.v.free.at[slot])
         return state._replace(acc=acc)
+
+
+def attend(steps: Consumer, o_ref: Any, lse_ref: Any) -> None:
+    """Run one consumer warpgroup: its 64 queries against all blocks, then store the results."""
+    g, smem, item, wg = steps.g, steps.smem, steps.item, steps.wg
+    rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
+    for buffer, columns in _columns(g.R, g.H, smem.q, smem.q_tail):
+        source = steps.refs.q.at[item.b, rows, item.head, columns]
+        plgpu.copy_gmem_to_smem(source, buffer.at[wg], smem.q_ready.at[wg])
+    column = plgpu.Layout.WGMMA.reduce(1)
+    of_plain, of_masked = steps.plain_gains(jnp.int32(0)), steps.masked_gains(item.plain)
+    plgpu.barrier_wait(smem.q_ready.at[wg])
+    state = lax.cond(
+        item.plain > 0, lambda state: steps.plain(state, of_plain), lambda state: state, empty(g.Z)
+    )
+    if g.HV > g.Z:
+        state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
+    inner, carry = item.plain + item.mixed, (state, of_masked)
+    if g.two_ranks:
+        carry = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), carry)
+    state, _ = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), carry)
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
+    l = jnp.where(row + item.first + wg * ROWS < item.length, state.l.sum(axis=1), 0.0)
+    inverse = jnp.where(l > 0, 1.0 / l, 0.0)
+    smem.o.at[wg][...] = scaled(state.acc, inverse).astype(steps.dtype)
+    if state.tail is not None:
+        smem.o_tail.at[wg][...] = scaled(state.tail, inverse).astype(steps.dtype)
+    smem.lse.at[wg][...] = jnp.where(l > 0, state.m / LOG2_E + jnp.log(l), -jnp.inf)
+    plgpu.commit_smem()
+    for buffer, columns in _columns(g.Z, g.HV, smem.o, smem.o_tail):
+        plgpu.copy_smem_to_gmem(buffer.at[wg], o_ref.at[item.b, rows, item.head, columns])
+    plgpu.copy_smem_to_gmem(smem.lse.at[wg], lse_ref.at[item.b, item.head, rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _columns(rank: int, width: int, first: Any, tail: Any) -> list[tuple[Any, Any]]:
+    """Pair buffers of the first `rank` of `width` columns, and of the others if any, with their columns."""
+    pairs = (first, pl.ds(0, rank)), (tail, pl.ds(rank, width - rank))
+    return [(buffer, columns) for buffer, columns in pairs if buffer is not None]
 
 
 def _product(*pairs: tuple[Any, Any]) -> Array:

@@ -34,10 +34,6 @@ class Geometry(NamedTuple):
     listed: int
     together: int
 
-    def tails(self) -> list[str]:
-        """Return which of k and v have trailing coordinates."""
-        return [name for name, width in (("k", self.H - self.R), ("v", self.HV - self.Z)) if width]
-
 
 class Item(NamedTuple):
     """Work of one CTA: queries at positions first … length - 1 of one head, and the blocks they see.

@@ -81,7 +81,7 @@ def _take_turn(c: Any, m: Array) -> Array:
         zero = utils.bitcast(arith.andi(loaded, _value(nothing)), ir.F32Type.get())
         return mgpu.FragmentedArray.splat(zero, (), is_signed=None)
 
-    return m + take(c.smem["lse"], m, c.wg, _nothing(c))
+    return m + take(c.smem.lse, m, c.wg, _nothing(c))
 
 
 def _hand_on(c: Any, l: Array) -> None:

@@ -192,9 +192,8 @@ def test_blocks_of_keys_by_position(seed):
         queries = np.concatenate([queries[1::2], queries[::2]])
         keys[40:90] = rng.permutation(keys[40:90])
     keys[rng.random(300) < 0.1], keys[250:] = -1, -1
-    padded, held, bounds = map(
-        np.asarray, prefill_kernel._bounds((jnp.asarray(queries[None]), jnp.asarray(keys[None])), 4, config)
-    )
+    positions = jnp.asarray(queries[None]), jnp.asarray(keys[None])
+    (padded, held), bounds = jax.tree.map(np.asarray, prefill_kernel._bounds(positions, 4, config))
     assert np.array_equal(held[0, :300][keys >= 0], keys[keys >= 0])
     assert (held[0, :300][keys < 0] > 900).all()
     for tile, (by_all, by_any) in enumerate(bounds[0]):
