@@ -179,17 +179,29 @@ def decode_parts(
         B=B,
         slots=S * pages,
     )
-    operands = [*_scalars(lengths, positions), heads]
-    operands += [common.pad_rows(x, 2) for x in (k, v, *(ring or ())) if x.shape[-1]]
-    operands += [] if block_table is None else [block_table]
+    bound, used = _scalars(lengths, positions)
+    cached = [x if x.shape[-1] else None for x in (k, v, *(ring or ()))]
+    k, v, ring_k, ring_v = [*jax.tree.map(lambda x: common.pad_rows(x, 2), cached), None, None][:4]
     if positions is not None:
         padding = (0, 0), (0, -S % config.block)
-        operands.append(jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1))
+        positions = jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1)
     if block_scores is not None:
         rows = _tile_heads(block_scores * LOG2_E, K, Z, HV - Z)[0].swapaxes(1, 2)
-        operands.append(jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS))))
+        block_scores = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS)))
+    operands = _Operands(
+        lengths=bound,
+        slots=used,
+        q=heads,
+        k=k,
+        v=v,
+        ring_k=ring_k,
+        ring_v=ring_v,
+        table=block_table,
+        positions=positions,
+        gains=block_scores,
+    )
     partial, lse = plgpu.kernel(
-        functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
+        functools.partial(_kernel, g=g, config=config),
         out_type=[
             jax.ShapeDtypeStruct((B, K, far_parts + near_parts, N // K, HV), jnp.float32),
             jax.ShapeDtypeStruct((B, K, far_parts + near_parts, ROWS), jnp.float32),
@@ -198,7 +210,7 @@ def decode_parts(
         grid_names=("head", "part"),
         kernel_name="zdc_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*operands)
+    )(operands)
     return Parts(partial, lse, pitch=pitch)
 
 
@@ -294,16 +306,56 @@ def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) ->
     return jnp.where(length > 0, up(length) - begin + sink_steps, 0), near_step
 
 
-def _kernel(*refs: Any, g: _Geometry, config: DecodeConfig, dtype: Any) -> None:
-    *inputs, o_ref, lse_ref = refs
-    gains = inputs.pop() if g.gains else None
-    refs = *inputs, o_ref, lse_ref
+class _Operands(NamedTuple):
+    """Arrays of a launch, or references to them in the kernel; absent ones are None.
+
+    Attributes:
+      lengths: bound on each sequence's positions.
+      slots: number of slots that contain these positions.
+      q: query heads, as rows of tiles.
+      k: first coordinates of keys.
+      v: first coordinates of values.
+      ring_k: trailing coordinates of near keys.
+      ring_v: trailing coordinates of near values.
+      table: block table.
+      positions: position of each slot.
+      gains: what base-2 scores gain, [B, blocks, query heads as in `q`].
+    """
+
+    lengths: Any
+    slots: Any
+    q: Any
+    k: Any
+    v: Any
+    ring_k: Any
+    ring_v: Any
+    table: Any
+    positions: Any
+    gains: Any
+
+
+class _Buffers(NamedTuple):
+    """Shared memory of a CTA: q, k and v have one buffer per array that is read.
+
+    `positions` is None without positions. Each block of keys has one barrier, `ready`.
+    """
+
+    q: list[Any]
+    k: list[Any]
+    v: list[Any]
+    positions: Any
+    q_ready: Any
+    ready: Any
+
+
+def _kernel(refs: _Operands, o_ref: Any, lse_ref: Any, *, g: _Geometry, config: DecodeConfig) -> None:
     part = lax.axis_index("part")
+    far, near = (_Part(g, config, refs, (o_ref, lse_ref), part, near=near) for near in (False, True))
     if not (g.far_parts and g.near_parts):
-        _Part(g, config, dtype, refs, part, gains, near=g.near_parts > 0).run()
+        (near if g.near_parts else far).run()
         return
-    pl.when(part < g.far_parts)(_Part(g, config, dtype, refs, part, gains, near=False).run)
-    pl.when(part >= g.far_parts)(_Part(g, config, dtype, refs, part, gains, near=True).run)
+    pl.when(part < g.far_parts)(far.run)
+    pl.when(part >= g.far_parts)(near.run)
 
 
 class _Part(NamedTuple):
@@ -311,10 +363,9 @@ class _Part(NamedTuple):
 
     g: _Geometry
     config: DecodeConfig
-    dtype: Any
-    refs: Any
+    refs: _Operands
+    outputs: tuple[Any, Any]
     part: Array
-    gains: Any
     near: bool
 
     def run(self) -> None:
@@ -324,18 +375,20 @@ class _Part(NamedTuple):
         """
         g = self.g
         qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
-        buffer = functools.partial(tiled, dtype=self.dtype)
+        buffer = functools.partial(tiled, dtype=self.refs.q.dtype)
         qk_widths, v_widths = g.widths(self.near)
         stages, block = self._stages(), self.config.block
         arrivals = len(qk_widths) + len(v_widths) + g.positions
         accs, m, l = pl.run_scoped(
             self._accumulate,
-            [buffer(ROWS, width, width=qk) for width in qk_widths],
-            [buffer(stages, block, width, width=qk) for width in qk_widths],
-            [buffer(stages, block, width, width=vo) for width in v_widths],
-            plgpu.SMEM((stages, block), jnp.int32) if g.positions else None,
-            plgpu.Barrier(num_arrivals=len(qk_widths)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
+            _Buffers(
+                q=[buffer(ROWS, width, width=qk) for width in qk_widths],
+                k=[buffer(stages, block, width, width=qk) for width in qk_widths],
+                v=[buffer(stages, block, width, width=vo) for width in v_widths],
+                positions=plgpu.SMEM((stages, block), jnp.int32) if g.positions else None,
+                q_ready=plgpu.Barrier(num_arrivals=len(qk_widths)),
+                ready=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
+            ),
         )
         _, out_widths = g.widths(near=True)
         pl.run_scoped(
@@ -355,12 +408,9 @@ class _Part(NamedTuple):
         head = lax.axis_index("head")
         return lax.div(head, jnp.int32(self.g.K)), lax.rem(head, jnp.int32(self.g.K))
 
-    def _accumulate(
-        self, qs: Any, ks: Any, vs: Any, positions: Any, q_ready: Any, ready: Any
-    ) -> tuple[Any, Array, Array]:
-        g, config, (b, kv) = self.g, self.config, self._head()
-        lengths, slots, q_ref, *sources = self.refs
-        total, step_at = _steps(g, config.block, lengths[b], slots[b], self.near)
+    def _accumulate(self, smem: _Buffers) -> tuple[Any, Array, Array]:
+        g, config, refs, (b, kv) = self.g, self.config, self.refs, self._head()
+        total, step_at = _steps(g, config.block, refs.lengths[b], refs.slots[b], self.near)
         parts = g.near_parts if self.near else g.far_parts
         share = lax.div(total + (parts - 1), jnp.int32(parts))
         begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)
@@ -372,43 +422,37 @@ class _Part(NamedTuple):
 
         # Tiled copies begin at multiples of eight rows.
         q_rows = pl.ds(pl.multiple_of(self._first_row(kv), 8), ROWS)
-        for buffer, column in zip(qs, _columns(g.R, g.H - g.R), strict=False):
-            plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
+        for buffer, column in zip(smem.q, _columns(g.R, g.H - g.R), strict=False):
+            plgpu.copy_gmem_to_smem(refs.q.at[b, q_rows, column], buffer, smem.q_ready)
 
         def load(step: Array) -> None:
             what, slot = step_at(step), slot_of(step)
 
             def copy(rows, buffer):
-                return plgpu.copy_gmem_to_smem(rows, buffer.at[slot], ready.at[slot])
+                return plgpu.copy_gmem_to_smem(rows, buffer.at[slot], smem.ready.at[slot])
 
-            prefix, ring = (sources[:2], sources[2:]) if g.R else ([], sources)
-            if prefix:
+            if g.R:
                 lead, rows = self._prefix_rows(what.block, b)
-                for source, buffers in zip(prefix, (ks, vs), strict=True):
-                    copy(source.at[lead, kv, rows], buffers[0])
-            if positions is not None:
-                copy(self.refs[-3].at[b, rows], positions)
+                copy(refs.k.at[lead, kv, rows], smem.k[0])
+                copy(refs.v.at[lead, kv, rows], smem.v[0])
+            if g.positions:
+                copy(refs.positions.at[b, rows], smem.positions)
             if self.near:
                 rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
-                tails = [buffers[-1] for buffers in (ks, vs) if len(buffers) > len(prefix) // 2]
-                for source, buffer in zip(ring, tails, strict=False):
-                    copy(source.at[b, kv, rows], buffer)
+                for source, buffers in ((refs.ring_k, smem.k), (refs.ring_v, smem.v)):
+                    if source is not None:
+                        copy(source.at[b, kv, rows], buffers[-1])
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
         def _fill(step: Array) -> None:
             load(step)
 
-        plgpu.barrier_wait(q_ready)
+        plgpu.barrier_wait(smem.q_ready)
 
         def body(step: Array, carry: Any) -> Any:
             slot = slot_of(step)
-            plgpu.barrier_wait(ready.at[slot])
-
-            def at_slot(buffers):
-                return [buffer.at[slot] for buffer in buffers]
-
-            held = None if positions is None else positions.at[slot]
-            carry = self._add_block(step_at(step), carry, qs, at_slot(ks), at_slot(vs), held)
+            plgpu.barrier_wait(smem.ready.at[slot])
+            carry = self._add_block(step_at(step), carry, smem, slot)
 
             @pl.when(step + stages < end)
             def _() -> None:
@@ -417,7 +461,7 @@ class _Part(NamedTuple):
             return carry
 
         per_row = plgpu.Layout.WGMMA.reduce(1)
-        accs = tuple(filled((ROWS, v.shape[-1]), 0, plgpu.Layout.WGMMA) for v in vs)
+        accs = tuple(filled((ROWS, v.shape[-1]), 0, plgpu.Layout.WGMMA) for v in smem.v)
         return lax.fori_loop(
             begin, end, body, (accs, filled((ROWS,), NEVER, per_row), filled((ROWS,), 0, per_row))
         )
@@ -427,46 +471,46 @@ class _Part(NamedTuple):
         g, block = self.g, self.config.block
         if not g.paged:
             return b, pl.ds(pl.multiple_of(key_block * block, 8), block)
-        table, per_page = self.refs[-3], jnp.int32(g.S // block)
-        page = table[b, lax.div(key_block, per_page)]
+        per_page = jnp.int32(g.S // block)
+        page = self.refs.table[b, lax.div(key_block, per_page)]
         rows = pl.ds(pl.multiple_of(lax.rem(key_block, per_page) * block, 8), block)
         return page, rows
 
-    def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any, positions: Any) -> Any:
+    def _add_block(self, what: _Step, carry: Any, smem: _Buffers, slot: Array) -> Any:
         """Add one block of keys to the online softmax."""
         accs, m, l = carry
         block, factor = self.config.block, self.g.scale * LOG2_E
 
         def product(scores: Any) -> Array:
-            for q, k in zip(qs, ks, strict=True):
-                plgpu.wgmma(scores, q, k.transpose((1, 0)))
+            for q, k in zip(smem.q, smem.k, strict=True):
+                plgpu.wgmma(scores, q, k.at[slot].transpose((1, 0)))
             return scores[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((ROWS, block), jnp.float32))
         layout = plgpu.Layout.WGMMA
-        if positions is None:
+        if smem.positions is None:
             j = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + what.block * block
         else:
-            held = plgpu.load(positions, layout=layout.reduce(0), optimized=False)
+            held = plgpu.load(smem.positions.at[slot], layout=layout.reduce(0), optimized=False)
             j = lax.broadcast_in_dim(held, (ROWS, block), [1])
-        if self.gains is not None:
+        if self.g.gains:
             scores, factor = scores * factor + self._block_gains(what, scores.shape), 1.0
         scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
-        alpha, p16 = jnp.exp2(m - m_new), p.astype(self.dtype)
+        alpha, p16 = jnp.exp2(m - m_new), p.astype(self.refs.q.dtype)
 
         def add(acc, v):
-            return pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v))(plgpu.ACC.init(acc))
+            return pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v.at[slot]))(plgpu.ACC.init(acc))
 
-        accs = tuple(add(scaled(acc, alpha), v) for acc, v in zip(accs, vs, strict=True))
+        accs = tuple(add(scaled(acc, alpha), v) for acc, v in zip(accs, smem.v, strict=True))
         return accs, m_new, l * alpha + p.sum(axis=1)
 
     def _block_gains(self, what: _Step, shape: tuple[int, ...]) -> Array:
         """Return what base-2 scores of a block gain, one number per row."""
-        (b, kv), last = self._head(), jnp.int32(self.gains.shape[1] - 1)
+        (b, kv), last = self._head(), jnp.int32(self.refs.gains.shape[1] - 1)
         rows = pl.ds(pl.multiple_of(self._first_row(kv), 8), ROWS)
-        source = self.gains.at[b, jnp.minimum(what.block, last), rows]
+        source = self.refs.gains.at[b, jnp.minimum(what.block, last), rows]
         gains = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         return lax.broadcast_in_dim(gains, shape, [0])
 
@@ -475,8 +519,7 @@ class _Part(NamedTuple):
         return lax.div(kv * self.g.pitch, jnp.int32(8)) * 8
 
     def _store(self, accs: Any, m: Array, l: Array, outs: Any, lse: Any) -> None:
-        g, (b, kv) = self.g, self._head()
-        o_ref, lse_ref = self.refs[-2:]
+        g, (b, kv), (o_ref, lse_ref) = self.g, self._head(), self.outputs
         inverse = jnp.where(l > 0, 1.0 / l, 0.0)
         outputs = [scaled(acc, inverse) for acc in accs]
         if len(outs) > len(outputs):

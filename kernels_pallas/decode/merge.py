@@ -8,7 +8,7 @@ on XLA in several launches, `merged_at_once` in one.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -96,43 +96,22 @@ def _launch(
 ) -> tuple[Array, Array]:
     B, K = parts[0].o.shape[:2]
     Z = max(each.Z for each in parts)
-    places = [np.argsort(each.order).astype(np.int32) for each in parts if each.order is not None]
+    places = [None if each.order is None else np.argsort(each.order).astype(np.int32) for each in parts]
     like = jax.ShapeDtypeStruct
     o, lse = pl.pallas_call(
-        functools.partial(_kernel, forms=[_Form.of(each) for each in parts], G=G),
+        functools.partial(_kernel, G=G),
         out_shape=(like((copies * B, K * G, Z), dtype), like((B, K * G), jnp.float32)),
         grid=(B, K * G, pl.cdiv(Z, COLUMNS)),
         compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,
         name="zdc_merge",
-    )(*(x for each in parts for x in (each.o, each.lse)), *map(jnp.asarray, places))
+    )(parts, jax.tree.map(jnp.asarray, places))
     return o, lse
 
 
-@dataclass(frozen=True)
-class _Form:
-    """Static shape of `Parts`."""
-
-    count: int
-    Z: int
-    ordered: bool
-    pitch: int
-    transposed: bool
-
-    @classmethod
-    def of(cls, parts: Parts) -> "_Form":
-        ordered = parts.order is not None
-        return cls(parts.o.shape[2], parts.Z, ordered, parts.pitch, parts.transposed)
-
-
-def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
+def _kernel(parts: Sequence[Any], places: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int) -> None:
     """Merge some coordinates of the parts of one query head."""
-    *inputs, o_ref, lse_ref = refs
-    arrays, places = inputs[: 2 * len(forms)], iter(inputs[2 * len(forms) :])
-    found = [
-        _Of(form, o, lse, next(places) if form.ordered else None, G)
-        for form, o, lse in zip(forms, arrays[::2], arrays[1::2], strict=True)
-    ]
+    found = [_Source(*pair) for pair in zip(parts, places, strict=True)]
     b, n = pl.program_id(0), pl.program_id(1)
     kv, member = lax.div(n, jnp.int32(G)), lax.rem(n, jnp.int32(G))
     lses = [each.lses(b, kv, member) for each in found]
@@ -148,39 +127,35 @@ def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
     lse_ref[b, n] = jnp.log(total) + highest
 
 
-@dataclass(frozen=True)
-class _Of:
-    """References to the parts of one kernel."""
+class _Source(NamedTuple):
+    """References to `Parts` of one kernel, and to the column of each coordinate if they have an order."""
 
-    form: _Form
-    o: Any
-    lse: Any
+    parts: Any
     place: Any
-    G: int
 
     @property
     def _some(self) -> list[Array]:
         """Indices of the parts, in groups of [TOGETHER, 1]."""
         iota = lax.broadcasted_iota(jnp.int32, (TOGETHER, 1), 0)
-        return [first + iota for first in range(0, self.form.count, TOGETHER)]
+        return [first + iota for first in range(0, self.parts.o.shape[2], TOGETHER)]
 
     def lses(self, b: Array, kv: Array, member: Array) -> list[Array]:
         """Load the log-sum-exp of all parts, some at a time; -inf for indices past the last part."""
-        row = lax.rem(kv * self.form.pitch, jnp.int32(8)) + member
+        count, row = self.parts.o.shape[2], lax.rem(kv * self.parts.pitch, jnp.int32(8)) + member
 
         def load(part):
-            return plt.load(self.lse.at[b, kv, part, row], mask=part < self.form.count, other=-jnp.inf)
+            return plt.load(self.parts.lse.at[b, kv, part, row], mask=part < count, other=-jnp.inf)
 
         return [load(part) for part in self._some]
 
     def results(self, b: Array, kv: Array, member: Array, columns: Array, weights: list[Array]) -> Array:
         """Load these columns of all parts, and return their weighted sum."""
-        there = columns < self.form.Z
+        there = columns < self.parts.Z
         if self.place is not None:
             columns = plt.load(self.place.at[columns], mask=there, other=0)
         total = jnp.zeros(columns.shape[1], jnp.float32)
         for part, weight in zip(self._some, weights, strict=True):
-            at = (columns, member) if self.form.transposed else (member, columns)
-            mask = there & (part < self.form.count)
-            total += (weight * plt.load(self.o.at[b, kv, part, *at], mask=mask, other=0.0)).sum(0)
+            at = (columns, member) if self.parts.transposed else (member, columns)
+            mask = there & (part < self.parts.o.shape[2])
+            total += (weight * plt.load(self.parts.o.at[b, kv, part, *at], mask=mask, other=0.0)).sum(0)
         return total
