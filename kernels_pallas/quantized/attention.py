@@ -25,7 +25,6 @@ maximum.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -54,6 +53,7 @@ from kernels_pallas.quantized.key_blocks import (
     Chosen,
     Geometry,
     KeyBlock,
+    Operands,
     Source,
     Span,
     Stream,
@@ -167,21 +167,21 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
     B, K = len(passes[0].q), geometries[0].K
     sizes = [(B, K, g.parts, *each) for g in geometries for each in ((g.widths[-1], g.columns), (g.columns,))]
     found = plgpu.kernel(
-        functools.partial(_kernel, passes=[(g, len(operands)) for g, operands in prepared]),
+        functools.partial(_kernel, passes=geometries),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
         grid=(B * K, sum(g.parts for g in geometries)),
         grid_names=("head", "part"),
         kernel_name="zdc_coded_decode",
         # The kernel places its own barriers between writes and reads of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*(operand for _, operands in prepared for operand in operands))
+    )(*(operands for _, operands in prepared))
     return [
         Parts(o, lse, order=tuple(map(int, g.order(-1))), transposed=True)
         for g, o, lse in zip(geometries, found[::2], found[1::2], strict=True)
     ]
 
 
-def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, list[Array]]:
+def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Operands]:
     """Return the static shape of a pass, and its operands as the kernel reads them."""
     q, planes, begin, end, slots, block_table, gains, blocks = given
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, form.bits, strict=True))
@@ -214,17 +214,16 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, list[
         parts=form.config.splits,
         stages=form.config.stages,
     )
-    table = [] if g.chosen or block_table is None else [block_table]
-    return g, [
-        begin.astype(jnp.int32),
-        end.astype(jnp.int32),
-        q,
-        *(levels if g.chosen else view_blocks(levels) for levels, _ in planes),
-        *(reach for _, reach in planes),
-        *lists,
-        *table,
-        *([] if gains is None else [gains]),
-    ]
+    return g, Operands(
+        begin=begin.astype(jnp.int32),
+        end=end.astype(jnp.int32),
+        q=q,
+        levels=[levels if g.chosen else view_blocks(levels) for levels, _ in planes],
+        reach=[reach for _, reach in planes],
+        lists=lists,
+        table=None if g.chosen else block_table,
+        gains=gains,
+    )
 
 
 def _in_blocks(entries: Array, fill: int) -> Array:
@@ -255,14 +254,11 @@ def _in_pool(
     return jnp.where(counts, found, -1), jnp.zeros_like(last), last
 
 
-def _kernel(*refs: Any, passes: Sequence[tuple[Geometry, int]]) -> None:
-    """Run one CTA: a part of one pass; `passes` have the numbers of their operands."""
-    rest = iter(refs)
-    inputs = [list(itertools.islice(rest, count)) for _, count in passes]
-    runs = [
-        (g.parts, functools.partial(_run, operands, [next(rest), next(rest)], g))
-        for (g, _), operands in zip(passes, inputs, strict=True)
-    ]
+def _kernel(*refs: Any, passes: Sequence[Geometry]) -> None:
+    """Run one CTA: a part of one pass. The operands of all passes come first, then two outputs of each."""
+    inputs, outputs = refs[: len(passes)], refs[len(passes) :]
+    each = zip(inputs, outputs[::2], outputs[1::2], passes, strict=True)
+    runs = [(g.parts, functools.partial(_run, operands, pair, g)) for operands, *pair, g in each]
     _run_one(runs, lax.axis_index("part"))
 
 
@@ -278,12 +274,12 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
         run(part)
 
 
-def _run(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array) -> None:
+def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array) -> None:
     """Run a part of a pass in buffers that other passes do not need."""
     planes, Z = len(g.widths), g.widths[-1]
     sizes = [C * b // 8 for C, b in zip(g.widths, g.bits, strict=True)]
     pl.run_scoped(
-        functools.partial(_part, inputs, outputs, g, part),
+        functools.partial(_part, refs, outputs, g, part),
         Buffers(
             q=[
                 # Copies must begin at whole tiles.
@@ -305,27 +301,22 @@ def _run(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array
     )
 
 
-def _part(inputs: Sequence[Any], outputs: Sequence[Any], g: Geometry, part: Array, at: Buffers) -> None:
+def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: Buffers) -> None:
     """Compute a part: its share of the blocks of one KV head of one sequence."""
-    (begin_ref, end_ref, q_ref, *others), (o_ref, lse_ref) = inputs, outputs
-    sources, more = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
-    head = lax.axis_index("head")
+    head, (o_ref, lse_ref) = lax.axis_index("head"), outputs
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
 
     def inside(slot):
         return jnp.clip(slot, 0, g.S)
 
-    span = Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
+    span = Span.of(g, inside(refs.begin[b]), inside(refs.end[b]), part)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
-        plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
-    gains = more.pop().at[b, kv] if g.gains else None
-    source: Source
-    for entries, buffer in zip(more, at.lists, strict=False):
+        plgpu.copy_gmem_to_smem(refs.q.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
+    for entries, buffer in zip(refs.lists, at.lists, strict=True):
         plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.q_ready)
-    if g.chosen:
-        source = Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv), gains)
-    else:
-        source = Stream(g, at, span, sources, (b, kv), gains, *more)
+    where = (0, 0) if g.chosen and g.page else (b, kv)  # A list in pages indexes the whole pool.
+    gains = refs.gains.at[b, kv] if g.gains else None
+    source = (Chosen if g.chosen else Stream)(g, at, span, refs, where, gains)
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
-from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -59,7 +59,7 @@ def dequantise(
       NotImplementedError: JAX has no Triton back end.
     """
     check_dequantise(planes, ends, dtype=dtype, block_table=block_table)
-    arrays = [(plane.levels, plane.reach) for each in planes for plane in each]
+    arrays = [[plane.arrays for plane in each] for each in planes]
     bits = tuple(tuple(plane.bits for plane in each) for each in planes)
     widths = tuple(sum(plane.width for plane in each) for each in planes)
     dtype = jnp.dtype(dtype)
@@ -92,7 +92,7 @@ def check_dequantise(
 
 @functools.partial(jax.jit, static_argnames=("bits", "widths", "dtype", "interpret"))
 def _launch(
-    arrays: Sequence[tuple[Array, Array]],
+    arrays: Sequence[Sequence[Arrays]],
     ends: Array,
     block_table: Array | None,
     *,
@@ -101,24 +101,29 @@ def _launch(
     dtype: Any,
     interpret: bool,
 ) -> Sequence[Array]:
-    """Launch `dequantise` on checked arguments; `arrays` are levels and scales of all planes."""
-    reach = arrays[0][1]
+    """Launch `dequantise` on checked arguments; `arrays` are those of all planes."""
+    reach = arrays[0][0].reach
     B, K, S = rows_of(reach, block_table)
     # No program has tokens of two pages, or past S.
     rows = math.gcd(TOKENS, reach.shape[2])
-    table = [] if block_table is None else [block_table]
     return pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows, paged=bool(table)),
+        functools.partial(_kernel, bits=bits, rows=rows),
         out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
         grid=(B, K, S // rows),
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_dequantise",
-    )(ends.astype(jnp.int32), *table, *jax.tree.leaves(list(arrays)))
+    )(ends.astype(jnp.int32), block_table, arrays)
 
 
-def _kernel(ends_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int, paged: bool) -> None:
-    planes, out_refs = iter(refs[paged : -len(bits)]), refs[-len(bits) :]
+def _kernel(
+    ends_ref: Any,
+    table_ref: Any,
+    arrays: Sequence[Sequence[Arrays]],
+    *out_refs: Any,
+    bits: tuple[tuple[int, ...], ...],
+    rows: int,
+) -> None:
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     end = ends_ref[b]
 
@@ -126,14 +131,13 @@ def _kernel(ends_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
     def _() -> None:
         lead, slot = b, first
         kept = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < end
-        if paged:
-            lead, slot, there = in_pages(refs[0], b, first, refs[1].shape)
+        if table_ref is not None:
+            lead, slot, there = in_pages(table_ref, b, first, arrays[0][0].levels.shape)
             kept &= there
         slots = pl.ds(slot, rows)
-        for out_ref, each in zip(out_refs, bits, strict=True):
+        for out_ref, each, each_bits in zip(out_refs, arrays, bits, strict=True):
             begin = 0
-            for plane_bits in each:
-                levels_ref, reach_ref = next(planes), next(planes)
+            for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
                 C = levels_ref.shape[-1] * 8 // plane_bits
                 reach = from_e5m3(plt.load(reach_ref.at[lead, kv, slots], mask=kept[:, 0], other=0))
                 step = (reach / 2**plane_bits)[:, None]

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -63,16 +63,13 @@ def encode(
       NotImplementedError: JAX has no Triton back end.
     """
     check_encode(x, planes, starts, ends, block_table=block_table)
-    flat = [plane for each in planes for plane in each]
-    arrays = [(plane.levels, plane.reach) for plane in flat]
+    arrays = [[plane.arrays for plane in each] for each in planes]
     bits = tuple(tuple(plane.bits for plane in each) for each in planes)
-    found = iter(_launch(tuple(x), arrays, starts, ends, block_table, bits=bits, interpret=interpret))
-
-    def written(plane: Plane) -> Plane:
-        levels, reach = next(found)
-        return Plane(levels, reach, plane.bits)
-
-    return [[written(plane) for plane in each] for each in planes]
+    found = _launch(tuple(x), arrays, starts, ends, block_table, bits=bits, interpret=interpret)
+    return [
+        [Plane(new.levels, new.reach, plane.bits) for new, plane in zip(*pair, strict=True)]
+        for pair in zip(found, planes, strict=True)
+    ]
 
 
 def check_encode(
@@ -106,51 +103,55 @@ def check_encode(
 @functools.partial(jax.jit, static_argnames=("bits", "interpret"))
 def _launch(
     x: tuple[Array, ...],
-    arrays: Sequence[tuple[Array, Array]],
+    arrays: Sequence[Sequence[Arrays]],
     starts: Array,
     ends: Array,
     block_table: Array | None,
     *,
     bits: tuple[tuple[int, ...], ...],
     interpret: bool,
-) -> list[tuple[Array, Array]]:
-    """Launch `encode` on checked arguments; `arrays` are levels and scales of all planes."""
+) -> Sequence[Sequence[Arrays]]:
+    """Launch `encode` on checked arguments; `arrays` are those of all planes."""
     B, T, K, _ = x[0].shape
     # With pages, each token may be in another page.
     rows = min(TOKENS, pl.next_power_of_2(T)) if block_table is None else 1
-    leaves, tree = jax.tree.flatten(list(arrays))
-    table = [] if block_table is None else [block_table]
-    before = 1 + len(x) + len(table)
-    _, _, S = rows_of(arrays[0][1], block_table)
+    count = len(jax.tree.leaves(arrays))
+    before = 1 + len(x) + (block_table is not None)
+    _, _, S = rows_of(arrays[0][0].reach, block_table)
     span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
-    found = pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows, paged=bool(table)),
-        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+    return pl.pallas_call(
+        functools.partial(_kernel, bits=bits, rows=rows),
+        out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)],
         grid=(B, K, pl.cdiv(T, rows)),
-        input_output_aliases={before + i: i for i in range(len(leaves))},
+        input_output_aliases={before + i: i for i in range(count)},
         compiler_params=plt.CompilerParams(num_warps=4 if rows > 1 else 1),
         interpret=interpret,
         name="zdc_encode",
-    )(span, *x, *table, *leaves)
-    return jax.tree.unflatten(tree, found)
+    )(span, x, block_table, arrays)[0]
 
 
-def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int, paged: bool) -> None:
-    x_refs, count = refs[: len(bits)], 2 * sum(map(len, bits))
-    out = iter(refs[-count:])
+def _kernel(
+    span_ref: Any,
+    x_refs: tuple[Any, ...],
+    table_ref: Any,
+    _: Any,
+    out: Sequence[Sequence[Arrays]],
+    *,
+    bits: tuple[tuple[int, ...], ...],
+    rows: int,
+) -> None:
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     start, end = span_ref[b, 0], span_ref[b, 1]
     token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     kept = (token < x_refs[0].shape[1]) & (start + token < end)
     lead, slot = b, start + first
-    if paged:
-        lead, slot, there = in_pages(refs[len(bits)], b, slot, refs[-1].shape)
+    if table_ref is not None:
+        lead, slot, there = in_pages(table_ref, b, slot, out[0][0].reach.shape)
         kept &= there
     slots = pl.ds(slot, rows)
-    for x_ref, each in zip(x_refs, bits, strict=True):
+    for x_ref, each, each_bits in zip(x_refs, out, bits, strict=True):
         begin = 0
-        for plane_bits in each:
-            levels_ref, reach_ref = next(out), next(out)
+        for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
             C = levels_ref.shape[-1] * 8 // plane_bits
             at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)]
             x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]

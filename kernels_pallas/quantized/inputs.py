@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -45,6 +45,18 @@ class Plane(NamedTuple):
     def width(self) -> int:
         """Number of coordinates, C."""
         return self.levels.shape[-1] * 8 // self.bits
+
+    @property
+    def arrays(self) -> "Arrays":
+        """Arrays of this plane."""
+        return Arrays(self.levels, self.reach)
+
+
+class Arrays(NamedTuple):
+    """Arrays of a `Plane`, or references to them in a kernel."""
+
+    levels: Any
+    reach: Any
 
 
 @dataclass(frozen=True)

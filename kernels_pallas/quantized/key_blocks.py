@@ -84,6 +84,30 @@ def block_shape(P: int) -> tuple[int, int]:
     return P // several, BLOCK * several
 
 
+class Operands(NamedTuple):
+    """Arrays of a pass, or references to them in the kernel; absent ones are None.
+
+    Attributes:
+      begin: first slot of each sequence.
+      end: end of the slots of each sequence.
+      q: arranged queries.
+      levels: packed levels of each plane.
+      reach: scales of each plane.
+      lists: listed slots, and the blocks of their gains; without a list of slots, none.
+      table: block table, unless slots are listed.
+      gains: arranged gains.
+    """
+
+    begin: Any
+    end: Any
+    q: Any
+    levels: list[Any]
+    reach: list[Any]
+    lists: list[Any]
+    table: Any
+    gains: Any
+
+
 class Buffers(NamedTuple):
     """Shared memory of a CTA."""
 
@@ -144,16 +168,15 @@ class KeyBlock(NamedTuple):
 class Source:
     """Source of a part's blocks: planes in global memory, of one KV head of one sequence.
 
-    `gains` are those of this head, or None. `table` is the block table of a paged cache.
+    `head` is the sequence and the KV head. `gains` are those of this head, or None.
     """
 
     g: Geometry
     at: Buffers
-    span: "Span"
-    sources: Any
+    span: Span
+    refs: Operands
     head: tuple[Any, Any]
-    gains: Any = None
-    table: Any = None
+    gains: Any
 
     def begin(self) -> None:
         """Start loading, before the first block."""
@@ -211,26 +234,27 @@ class Stream(Source):
 
     def _lead(self, step: Array) -> Array:
         """Return the sequence of a step's block, or its page."""
-        if self.table is None:
+        if self.refs.table is None:
             return self.head[0]
-        return self.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
+        return self.refs.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
 
     def _load(self, step: Array, lead: Array) -> None:
-        block = step if self.table is None else lax.rem(step, jnp.int32(self.g.page // BLOCK))
+        block = step if self.refs.table is None else lax.rem(step, jnp.int32(self.g.page // BLOCK))
         rows, slot = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK), self._slot(step)
-        levels = [(block, buffer.at[slot]) for buffer in self.at.levels]
-        reach = [(rows, buffer.at[slot, pl.ds(0, BLOCK)]) for buffer in self.at.reach]
+        ready, at = self.at.ready.at[slot], self.at
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
-                    at = source.at[lead, self.head[1], place]
-                    plgpu.copy_gmem_to_smem(at, buffer, self.at.ready.at[slot])
+                for source, buffer in zip(self.refs.levels, at.levels, strict=True):
+                    plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], block], buffer.at[slot], ready)
+                for source, buffer in zip(self.refs.reach, at.reach, strict=True):
+                    scales = buffer.at[slot, pl.ds(0, BLOCK)]
+                    plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows], scales, ready)
                 if self.gains is not None:
-                    buffer = self.at.gains[0].at[slot, pl.ds(0, self.g.columns)]
-                    plgpu.copy_gmem_to_smem(self.gains.at[step], buffer, self.at.ready.at[slot])
+                    buffer = at.gains[0].at[slot, pl.ds(0, self.g.columns)]
+                    plgpu.copy_gmem_to_smem(self.gains.at[step], buffer, ready)
 
 
 class Chosen(Source):
@@ -243,12 +267,11 @@ class Chosen(Source):
         )
         visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
         there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
-        stores, found = [source.at[*self.head] for source in self.sources], []
-        for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
-            found.append(gathered_rows(store, there, C, bits))
-        reach = [gathered_bytes(store, there) for store in stores[len(found) :]]
+        forms = zip(self.refs.levels, self.g.widths, self.g.bits, strict=True)
+        levels = [gathered_rows(source.at[*self.head], there, C, bits) for source, C, bits in forms]
+        reach = [gathered_bytes(source.at[*self.head], there) for source in self.refs.reach]
         gains = None if self.gains is None else gathered_gains(self.gains, blocks[0], self.g.columns)
-        return KeyBlock(found.__getitem__, reach.__getitem__, visible, gains)
+        return KeyBlock(levels.__getitem__, reach.__getitem__, visible, gains)
 
 
 def _rows(g: Geometry) -> Array:

@@ -86,29 +86,30 @@ def _launch(x: tuple[Array, ...], *, bits: int, interpret: bool) -> list[Rounded
     """Launch `round_tokens` on checked arguments."""
     B, T, K, _ = x[0].shape
     rows = min(TOKENS, pl.next_power_of_2(T))
-    like = jax.ShapeDtypeStruct
-    shapes = []
-    for each in x:
-        shapes += [like((B, T, K, each.shape[3] * bits // 8), jnp.uint8), like((B, T, K), jnp.uint8)]
-        shapes += [like(each.shape, each.dtype)]
-    found = pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows, count=len(x)),
-        out_shape=shapes,
+    like: Any = jax.ShapeDtypeStruct
+    shapes = [
+        Rounded(
+            like((B, T, K, each.shape[3] * bits // 8), jnp.uint8),
+            like((B, T, K), jnp.uint8),
+            like(each.shape, each.dtype),
+        )
+        for each in x
+    ]
+    return pl.pallas_call(
+        functools.partial(_kernel, bits=bits, rows=rows),
+        out_shape=[shapes],
         grid=(B, K, pl.cdiv(T, rows)),
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_round_tokens",
-    )(*x)
-    return [Rounded(*found[i : i + 3]) for i in range(0, len(found), 3)]
+    )(x)[0]
 
 
-def _kernel(*refs: Any, bits: int, rows: int, count: int) -> None:
-    x_refs, out = refs[:count], iter(refs[count:])
+def _kernel(x_refs: Sequence[Any], out: Sequence[Any], *, bits: int, rows: int) -> None:
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     there = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < x_refs[0].shape[1]
     tokens = pl.ds(first, rows)
-    for x_ref in x_refs:
-        levels_ref, reach_ref, values_ref = next(out), next(out), next(out)
+    for x_ref, (levels_ref, reach_ref, values_ref) in zip(x_refs, out, strict=True):
         C = x_ref.shape[3]
 
         def place(begin: int, width: int) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.quantized.encode import coded_token, packed
-from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
 from kernels_pallas.quantized.queries import PlaneForm, columns_of, place_of
 from kernels_pallas.triton import check_back_end, check_offsets, in_pages, plt
 
@@ -83,7 +83,27 @@ class TurnedQueries(NamedTuple):
 
     plain: Array
     far: Array
-    near: Array | None
+    near: Array | None = None
+
+
+class _Stored(NamedTuple):
+    """Arrays of a `Stored`, or references to them in the kernel."""
+
+    planes: list[Arrays]
+    ring: Any
+
+
+class _Operands(NamedTuple):
+    """Arrays of a launch except those that are written, or references to them; `table` may be None."""
+
+    heads: Sequence[Any]
+    q_basis: Any
+    k_basis: Any
+    cos: Any
+    sin: Any
+    starts: Any
+    ends: Any
+    table: Any
 
 
 class _Form(NamedTuple):
@@ -96,11 +116,6 @@ class _Form(NamedTuple):
 
     planes: tuple[tuple[int, int], ...]
     ring: int
-
-    @property
-    def arrays(self) -> int:
-        """Number of arrays."""
-        return 2 * len(self.planes) + (1 if self.ring == 16 else 2)
 
     def read_by(self, width: int) -> list[list[PlaneForm]]:
         """Return coordinates and bits of the planes of the store; then those of a ring of integers."""
@@ -122,15 +137,13 @@ class _Form(NamedTuple):
 class _Geometry(NamedTuple):
     """Static shape of a launch.
 
-    `near` is sinks and window; `together` means that q, k and v are heads of one array.
+    `near` is sinks and window.
     """
 
     S: int
     G: int
     H: int
     near: tuple[int, int]
-    paged: bool
-    together: bool
     k: _Form
     v: _Form
 
@@ -189,7 +202,7 @@ def turn_and_store(
     check_turn_and_store(heads, turning, k_stored, v_stored, starts, ends, **options)
     forms = _form(k_stored), _form(v_stored)
     arrays = _arrays(k_stored), _arrays(v_stored)
-    (plain, far, *near), *found = _launch(
+    queries, *found = _launch(
         list(heads),
         turning,
         arrays,
@@ -201,7 +214,7 @@ def turn_and_store(
         interpret=interpret,
     )
     k_stored, v_stored = (_stored(*pair) for pair in zip(forms, found, strict=True))
-    return TurnedQueries(plain, far, *(near or [None])), k_stored, v_stored
+    return queries, k_stored, v_stored
 
 
 def check_turn_and_store(
@@ -297,24 +310,25 @@ def _form(stored: Stored) -> _Form:
     return _Form(tuple((plane.bits, plane.width) for plane in stored.planes), ring)
 
 
-def _arrays(stored: Stored) -> list[Array]:
-    """Return all arrays that are written: levels and scales of each plane, and those of the ring."""
-    flat = [x for plane in stored.planes for x in (plane.levels, plane.reach)]
-    return [*flat, *stored.ring[:2]] if isinstance(stored.ring, Plane) else [*flat, stored.ring]
+def _arrays(stored: Stored) -> _Stored:
+    """Return all arrays that are written."""
+    ring = stored.ring.arrays if isinstance(stored.ring, Plane) else stored.ring
+    return _Stored([plane.arrays for plane in stored.planes], ring)
 
 
-def _stored(form: _Form, arrays: Sequence[Array]) -> Stored:
+def _stored(form: _Form, arrays: _Stored) -> Stored:
     """Invert `_arrays`."""
-    rest = iter(arrays)
-    planes = [Plane(next(rest), next(rest), bits) for bits, _ in form.planes]
-    return Stored(planes, next(rest) if form.ring == 16 else Plane(next(rest), next(rest), form.ring))
+    forms = zip(arrays.planes, form.planes, strict=True)
+    planes = [Plane(each.levels, each.reach, bits) for each, (bits, _) in forms]
+    ring = arrays.ring
+    return Stored(planes, ring if form.ring == 16 else Plane(ring.levels, ring.reach, form.ring))
 
 
 @functools.partial(jax.jit, static_argnames=("forms", "near", "interpret"))
 def _launch(
     heads: list[Array],
     turning: Turning,
-    arrays: tuple[list[Array], list[Array]],
+    arrays: tuple[_Stored, _Stored],
     starts: Array,
     ends: Array,
     block_table: Array | None,
@@ -322,77 +336,68 @@ def _launch(
     forms: tuple[_Form, _Form],
     near: tuple[int, int],
     interpret: bool,
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Launch `turn_and_store` on checked arguments; the first arrays are those of `TurnedQueries`."""
+) -> tuple[TurnedQueries, _Stored, _Stored]:
+    """Launch `turn_and_store` on checked arguments."""
     (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
     g = _Geometry(
-        S=rows_of(arrays[0][1], block_table)[2],
+        S=rows_of(arrays[0].planes[0].reach, block_table)[2],
         G=heads_of_first // K - (2 if len(heads) == 1 else 0),
         H=H,
         near=near,
-        paged=block_table is not None,
-        together=len(heads) == 1,
         k=forms[0],
         v=forms[1],
     )
-    given = [*heads]
-    given += [turning.q, turning.k, turning.cos, turning.sin]
-    given += [starts.astype(jnp.int32), ends.astype(jnp.int32)]
-    given += [] if block_table is None else [block_table]
-    held = [*arrays[0], *arrays[1]]
+    operands = _Operands(
+        heads=heads,
+        q_basis=turning.q,
+        k_basis=turning.k,
+        cos=turning.cos,
+        sin=turning.sin,
+        starts=starts.astype(jnp.int32),
+        ends=ends.astype(jnp.int32),
+        table=block_table,
+    )
     arranged = [(B, K, columns_of(g.G), sum(C for C, _ in form)) for form in g.k.read_by(H)]
-    shapes = (B, K * g.G, H), *arranged
-    queries = [jax.ShapeDtypeStruct(dims, heads[0].dtype) for dims in shapes]
-    found = pl.pallas_call(
+    shapes: list[Any] = [jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged)]
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    first, count = len(jax.tree.leaves(operands)), len(jax.tree.leaves(arrays))
+    return pl.pallas_call(
         functools.partial(_kernel, g=g),
-        out_shape=[*queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)],
+        out_shape=(TurnedQueries(*shapes), *stored),
         grid=(K, B, g.G + g.k.programs + g.v.programs),
-        input_output_aliases={len(given) + i: len(queries) + i for i in range(len(held))},
+        input_output_aliases={first + i: len(shapes) + i for i in range(count)},
         compiler_params=plt.CompilerParams(num_warps=max(4, H // 32)),
         interpret=interpret,
         name="zdc_turn_and_store",
-    )(*given, *held)
-    turned, found = found[: len(queries)], found[len(queries) :]
-    return turned, found[: len(arrays[0])], found[len(arrays[0]) :]
+    )(operands, arrays)
 
 
-def _kernel(*refs: Any, g: _Geometry) -> None:
-    rest = iter(refs)
-
-    def take(count):
-        return [next(rest) for _ in range(count)]
-
-    q_ref, k_ref, v_ref = take(1) * 3 if g.together else take(3)
-    q_basis, k_basis, cos, sin, starts, ends = take(6)
-    (table,) = take(1) if g.paged else (None,)
-    take(g.k.arrays + g.v.arrays)  # These share memory with the results.
-    forms = g.k.read_by(g.H)
-    (q_out,), arranged = take(1), list(zip(forms, take(len(forms)), strict=True))
-    k_held, v_held = take(g.k.arrays), take(g.v.arrays)
+def _kernel(refs: _Operands, _: Any, queries: Any, *stored: _Stored, g: _Geometry) -> None:
+    q_ref, k_ref, v_ref = refs.heads if len(refs.heads) == 3 else [*refs.heads] * 3
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
-    first_k, first_v = (K * g.G, K * (g.G + 1)) if g.together else (0, 0)
-    token = _Token(pl.program_id(1))
+    first_k, first_v = (0, 0) if len(refs.heads) == 3 else (K * g.G, K * (g.G + 1))
+    token, (k_stored, v_stored) = _Token(pl.program_id(1), refs), stored
 
     @pl.when(part < g.G)
     def _queries() -> None:
         head = kv * g.G + part
-        x = token.turn(q_ref, head, (cos, sin), q_basis, kv, (0, g.H))
+        x = token.turn(q_ref, head, refs.q_basis, kv, (0, g.H))
         column = lax.iota(jnp.int32, g.H)
-        plt.store(q_out.at[token.b, head, column], x.astype(q_out.dtype))
-        for form, out in arranged:
+        plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
+        for form, out in zip(g.k.read_by(g.H), queries[1:], strict=False):
             token.put_arranged(out, kv, part, x.astype(out.dtype), form)
             token.fill_missing(out, kv, part, g.G)
 
     def put_keys(index: int) -> None:
         span = g.k.destinations(g.H)[index]
-        x = token.turn(k_ref, first_k + kv, (cos, sin), k_basis, kv, span).astype(k_ref.dtype)
-        _put(token.find_places(starts, ends, table, k_held[0].shape, g), kv, x, span[1], g.k, k_held, index)
+        x = token.turn(k_ref, first_k + kv, refs.k_basis, kv, span).astype(k_ref.dtype)
+        _put(token.find_places(k_stored, g), kv, x, span[1], g.k, k_stored, index)
 
     def put_values(index: int) -> None:
         begin, width = g.v.destinations(v_ref.shape[2])[index]
         column = lax.iota(jnp.int32, pl.next_power_of_2(width))
         x = plt.load(v_ref.at[token.b, first_v + kv, begin + column], mask=column < width, other=0.0)
-        _put(token.find_places(starts, ends, table, v_held[0].shape, g), kv, x, width, g.v, v_held, index)
+        _put(token.find_places(v_stored, g), kv, x, width, g.v, v_stored, index)
 
     for index in range(g.k.programs):
         pl.when(part == g.G + index)(functools.partial(put_keys, index))
@@ -420,16 +425,9 @@ class _Token(NamedTuple):
     """Token of a program: that of sequence `b`."""
 
     b: Array
+    refs: _Operands
 
-    def turn(
-        self,
-        ref: Any,
-        head: Array,
-        angles: tuple[Any, Any],
-        basis: Any,
-        kv: Array,
-        span: tuple[int, int],
-    ) -> Array:
+    def turn(self, ref: Any, head: Array, basis: Any, kv: Array, span: tuple[int, int]) -> Array:
         """Return coordinates of RoPE(x) A from a begin on, float32; a power of two, with zeros at the end."""
         (begin, width), half = span, basis.shape[1] // 2
         row, column = lax.iota(jnp.int32, half), lax.iota(jnp.int32, pl.next_power_of_2(width))[None]
@@ -438,7 +436,7 @@ class _Token(NamedTuple):
             for i in range(2)
         ]
         low, high = (plt.load(ref.at[self.b, head, i * half + row]).astype(jnp.float32) for i in range(2))
-        cos, sin = (plt.load(each.at[self.b, row]) for each in angles)
+        cos, sin = (plt.load(each.at[self.b, row]) for each in (self.refs.cos, self.refs.sin))
         halves = low * cos - high * sin, high * cos + low * sin
         # Products of 16-bit numbers are exact in float32, as on tensor cores.
         products = (
@@ -462,32 +460,31 @@ class _Token(NamedTuple):
             zeros = jnp.zeros(place.shape, ref.dtype)
             plt.store(ref.at[self.b, kv, member + column, place], zeros, mask=mask)
 
-    def find_places(self, starts: Any, ends: Any, table: Any, pool: tuple[int, ...], g: _Geometry) -> _Places:
-        """Return where the new token at its start goes; `pool` is the shape of a plane's levels."""
+    def find_places(self, stored: _Stored, g: _Geometry) -> _Places:
+        """Return where the new token at its start goes."""
         sinks, window = g.near
-        position = starts[self.b]
-        new = position < ends[self.b]
+        position = self.refs.starts[self.b]
+        new = position < self.refs.ends[self.b]
         kept, lead, slot = new & (position < g.S), self.b, position
-        if table is not None:
-            lead, slot, is_valid = in_pages(table, self.b, position, pool)
+        if self.refs.table is not None:
+            pool = stored.planes[0].levels.shape
+            lead, slot, is_valid = in_pages(self.refs.table, self.b, position, pool)
             kept &= is_valid
         recent = lax.rem(position, jnp.int32(max(window, 1)))
         near_slot = jnp.where(position < sinks, window + position, recent)
         return _Places((lead, slot), kept, (self.b, near_slot), new if window else new & (position < sinks))
 
 
-def _put(
-    places: _Places, kv: Array, x: Array, width: int, form: _Form, held: Sequence[Any], index: int
-) -> None:
+def _put(places: _Places, kv: Array, x: Array, width: int, form: _Form, stored: _Stored, index: int) -> None:
     """Write coordinates of a key or value to one destination: a plane of the store, or the ring."""
     is_far = index < len(form.planes)
     (lead, slot), kept = (places.far, places.kept) if is_far else (places.near, places.recent)
     if not is_far and form.ring == 16:
         column = lax.iota(jnp.int32, x.shape[0])
-        plt.store(held[-1].at[lead, kv, slot, column], x, mask=kept & (column < width))
+        plt.store(stored.ring.at[lead, kv, slot, column], x, mask=kept & (column < width))
         return
     bits = form.planes[index][0] if is_far else form.ring
-    levels_ref, reach_ref = held[2 * index : 2 * index + 2] if is_far else held[-2:]
+    levels_ref, reach_ref = stored.planes[index] if is_far else stored.ring
     levels, reach = coded_token(x.astype(jnp.float32), width, bits)
     for place, size, part in packed(levels, width, 0, bits):
         byte = lax.iota(jnp.int32, part.shape[0])
