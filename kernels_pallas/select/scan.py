@@ -246,6 +246,28 @@ class _Geometry(NamedTuple):
     sums: bool
 
 
+class _Operands(NamedTuple):
+    """Arrays of a launch, or references to them in the kernel; absent ones are None.
+
+    Attributes:
+      begin: first slot of each sequence.
+      end: end of the slots of each sequence.
+      queries: quantized queries and their scales (`_integers`).
+      sums: base-2 log-sum-exps of the sample's parts, if scores of several heads are written.
+      words: levels as 32-bit words.
+      reach: scale of each token.
+      table: block table.
+    """
+
+    begin: Any
+    end: Any
+    queries: Any
+    sums: Any
+    words: Any
+    reach: Any
+    table: Any
+
+
 @functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
 def _launch(
     q: Array,
@@ -274,25 +296,29 @@ def _launch(
         writes=N == K,
         sums=N == K,
     )
-    span = begin.astype(jnp.int32), end.astype(jnp.int32)
-    heads, tokens = [_integers(q, g, scale)], [_words(levels), reach]
-    tokens += [] if block_table is None else [block_table]
+    operands = _Operands(
+        begin=begin.astype(jnp.int32),
+        end=end.astype(jnp.int32),
+        queries=_integers(q, g, scale),
+        sums=None,
+        words=_words(levels),
+        reach=reach,
+        table=block_table,
+    )
     if g.writes:
-        scores, sums = _scan(g, span, heads, tokens)
+        scores, sums = _scan(g, operands)
         lse = _merged(sums)
     else:
         parts = max(1, min(SAMPLE_PARTS, SAMPLE_AT_ONCE * common.SMS // (B * K)))
         sample = g._replace(block=SAMPLE_BLOCK, every=SAMPLE_EVERY, parts=parts, sums=True)
-        (sums,) = _scan(sample, span, heads, tokens)
-        lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), span, [*heads, sums], tokens)
+        (sums,) = _scan(sample, operands)
+        lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), operands._replace(sums=sums))
     return scores, lse[..., : g.G].reshape(B, N)
 
 
-def _scan(
-    g: _Geometry, span: tuple[Array, Array], heads: Sequence[Array], tokens: Sequence[Array]
-) -> list[Array]:
+def _scan(g: _Geometry, operands: _Operands) -> list[Array]:
     """Read the index once; return scores [B, K, S], base-2 log-sum-exp [B, K, parts, max(G, 2)], or both."""
-    B = span[0].shape[0]
+    B = len(operands.begin)
     scores = jax.ShapeDtypeStruct((B, g.K, g.S), jnp.float32)
     sums = jax.ShapeDtypeStruct((B, g.K, g.parts, max(g.G, 2)), jnp.float32)
     return plgpu.kernel(
@@ -307,7 +333,7 @@ def _scan(
             # No thread reads what another has written.
             unsafe_no_auto_barriers=True,
         ),
-    )(*span, *heads, *tokens)
+    )(operands)
 
 
 def _words(levels: Array) -> Array:
@@ -348,10 +374,9 @@ def _merged(sums: Array) -> Array:
     return (highest + jnp.log2(jnp.exp2(sums - highest[:, :, None]).sum(2))) / LOG2_E
 
 
-def _kernel(*refs: Any, g: _Geometry) -> None:
-    pl.run_scoped(
-        functools.partial(_part, refs, g), plgpu.SMEM(refs[2].shape[-2:], jnp.int32), plgpu.Barrier()
-    )
+def _kernel(refs: _Operands, *out: Any, g: _Geometry) -> None:
+    queries = plgpu.SMEM(refs.queries.shape[-2:], jnp.int32)
+    pl.run_scoped(functools.partial(_part, refs, out, g), queries, plgpu.Barrier())
 
 
 class _Heads(NamedTuple):
@@ -370,31 +395,28 @@ class _Heads(NamedTuple):
     lse: Array | None
 
 
-def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
+def _part(refs: _Operands, out: Sequence[Any], g: _Geometry, queries: Any, ready: Any) -> None:
     """Run one CTA: its share of the blocks of one KV head of one sequence."""
-    count = 3 if g.sums else 4
-    (begin_ref, end_ref, queries_ref, *sums_ref), (words_ref, reach_ref, *rest) = refs[:count], refs[count:]
-    table, out = (rest[0], rest[1:]) if g.page else (None, rest)
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
-    plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
+    plgpu.copy_gmem_to_smem(refs.queries.at[b, kv], queries, ready)
 
     # Blocks out of range would be written outside the scores.
     def inside(slot):
         return jnp.clip(slot, 0, g.S)
 
-    span = _Span.of(inside(begin_ref[b]), inside(end_ref[b]), part, g)
+    span = _Span.of(inside(refs.begin[b]), inside(refs.end[b]), part, g)
 
     def read(step: Array) -> tuple[Array, Array]:
         block = jnp.clip(span.block(step, g), 0, g.S // g.block - 1)
-        lead, rows = _place(table, b, block, reach_ref.shape[0], g)
-        return _read_levels(words_ref.at[lead, kv, rows]), _read_codes(reach_ref.at[lead, kv, rows])
+        lead, rows = _place(refs, b, block, g)
+        return _read_levels(refs.words.at[lead, kv, rows]), _read_codes(refs.reach.at[lead, kv, rows])
 
     first = read(span.first)
     if g.writes:
         _write_outside(out[0].at[b, kv], span, part, g)
     plgpu.barrier_wait(ready)
-    heads = _heads(queries, sums_ref[0].at[b, kv] if sums_ref else None, g)
+    heads = _heads(queries, None if refs.sums is None else refs.sums.at[b, kv], g)
 
     def body(step: Array, carry: Any) -> Any:
         (words, codes), sums = carry
@@ -481,13 +503,13 @@ def _rows(step: Array, g: _Geometry) -> Any:
     return pl.ds(pl.multiple_of(step * g.block, g.block), g.block)
 
 
-def _place(table: Any, b: Array, block: Array, lead: int, g: _Geometry) -> tuple[Array, Any]:
-    """Return leading index (below `lead`) and rows of a sequence's block, through a block table if any."""
-    if table is None:
+def _place(refs: _Operands, b: Array, block: Array, g: _Geometry) -> tuple[Array, Any]:
+    """Return leading index and rows of a sequence's block, through a block table if any."""
+    if refs.table is None:
         return b, _rows(block, g)
     per_page = jnp.int32(g.page // g.block)
     # A block is read even for a sequence without slots, whose table entries may have any value.
-    page = jnp.clip(table[b, lax.div(block, per_page)], 0, lead - 1)
+    page = jnp.clip(refs.table[b, lax.div(block, per_page)], 0, refs.reach.shape[0] - 1)
     return page, _rows(lax.rem(block, per_page), g)
 
 
