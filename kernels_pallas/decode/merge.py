@@ -1,5 +1,10 @@
 """Partial results of attention over disjoint keys, and their merging (ours).
 
+    grid: (B, K·G), Triton; 4 warps per program, no explicit barriers
+    each program: log-sum-exps of all P parts of one query head → weights → weighted sum of the outputs
+
+A query head reads P (Z + 1) float32, and costs 2 P Z FLOP and P exponentials.
+
 Decode kernels divide the keys of a sequence among many CTAs, and near and far tokens have different kernels.
 All parts are merged into one softmax by their log-sum-exp (Flash-Decoding, Dao et al., 2023). `merged` runs
 on XLA in several launches, `merged_at_once` in one.

@@ -1,6 +1,7 @@
 """Attention of one new token per sequence to quantized keys and values (ours).
 
     grid: (B·K, parts of all passes); one warpgroup per CTA
+    first:              TMA q, list of slots → q_ready
     stream of blocks:   TMA levels, scales → ready[slot]   (`stages` in flight)
     list of slots:      loads from global memory into registers
 

@@ -1,8 +1,12 @@
 """Dequantization of keys and values from planes of integers, for other kernels, in one launch (ours).
 
+    grid: (B, K, tiles of up to 64 tokens), Triton; 4 warps per program, no explicit barriers
+    each array, each of its planes: load scales; each part of the coordinates: load levels → unpack → store
+
 A program unpacks the levels of some tokens of one KV head, multiplies them by their scales and writes the
 result. Programs without requested tokens exit. Per token and array the kernel reads C·bits/8 + 1 bytes per
-plane and writes 2 C or 4 C. Results are bitwise those of `FittedIntegers`.
+plane and writes 2 C or 4 C. A coordinate costs three FLOP, so memory traffic bounds the time. Results are
+bitwise those of `FittedIntegers`.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_dequantise` raises, and XLA does the work.
 """

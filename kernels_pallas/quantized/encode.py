@@ -1,5 +1,12 @@
 """Quantization of new keys and values into planes of integers, in one launch (ours).
 
+    grid: (B, K, tiles of up to 32 tokens), Triton; 4 warps per program, 1 for single tokens
+          no explicit barriers
+    each array, each of its planes: load → try scales → quantize → pack → store levels and scales
+
+Per token and KV head a plane reads C coordinates and writes C·bits/8 + 1 bytes. A coordinate costs about
+nine operations per scale tried: of two scales with 4 or more bits, else of eight.
+
 A program has some tokens of one KV head. It finds the scale of each token in each plane, packs the levels and
 writes both to the token's slot. Only the new tokens are read and written. The code is that of
 `zdc_jax.cache.codes.fitted_integers.FittedIntegers`, which explains it.

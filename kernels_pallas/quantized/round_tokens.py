@@ -1,5 +1,10 @@
 """New tokens as a quantized cache stores them, and as attention then reads them, in one launch (ours).
 
+    grid: (B, K, tiles of up to 32 tokens), Triton; 4 warps per program, no explicit barriers
+
+Per token and KV head it reads C coordinates, and writes as many and C·bits/8 + 1 bytes. Operations are those
+of `encode`.
+
 A program has some tokens of one KV head. It quantizes them as `encode` does, and writes the
 levels, the scale, and the values that they stand for. Nothing else of a cache is read or written.
 

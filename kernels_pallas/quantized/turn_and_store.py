@@ -1,9 +1,13 @@
 """New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-    grid: (K, B, parts), Triton; 4 warps per program, 8 for heads of 256
+    grid: (K, B, parts), Triton; 4 warps per program, 8 for heads of 256; no explicit barriers
     G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
     planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
     planes of the store, and ring: values of one KV head: quantize → plane or ring
+
+A program with C coordinates of a query or key reads 2 H C bytes of a basis and computes 2 H C FLOP. All
+programs of a KV head and sequence have at most (G + 2)·2 H² of each. Only 4 H² bytes of the bases differ.
+Each plane then costs what it does in `encode`.
 
 Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
 integers as in `encode`, and written to their slots of the store and of the ring of near tokens. No other pass

@@ -2,11 +2,12 @@
 
     grid: (tiles of tokens · tiles of blocks, K, B); one program has the tokens of one block of positions, and
           all query heads of a KV head. For single tokens each query head has its own program.
+          No explicit barriers.
 
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
-then cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A program whose
-blocks all come after its tokens exits.
+then cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A program reads
+4 H bytes per block, and each query once. A program whose blocks all come after its tokens exits.
 
 Scores are relative to the block of the query's own position. So nearly all terms are small, although the mean
 is large, and the products of slow coordinates lose no digits. `zdc_jax.ops.shift` explains the mathematics.

@@ -3,10 +3,13 @@
     grid: (programs,), Triton; 8 warps per program
     for each tile of 128 sampled queries of one KV head:
         for each block of keys:  S = Q Kᵀ, online softmax; write log2 Σ exp2(S) per query
+        barrier
         for each block of keys:  read it back, subtract the total, average over the queries
 
 Scores are never written. There are as many programs as run at a time, each with many tiles, so that the
-scratch memory stays small. One query and key cost 2 R FLOP; keys are read once per tile of queries.
+scratch memory stays small. One query and key cost 2 R FLOP and one exponential. Keys are read once per tile
+of queries, so that a byte of keys serves 128 FLOP. Hopper's tensor cores compute 256 FLOP in the time of one
+exponential. As 2 R ≤ 256, exponentials bound the time.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_block_mass` raises.
 """

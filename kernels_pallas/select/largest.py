@@ -2,11 +2,13 @@
 
     grid: (B, K, parts); 128 threads per CTA
     1. sample one score in 16: find a limit that about 2 k keys of the row are below
-    2. stream the row through shared memory (`STAGES` blocks in flight): collect keys below the limit
+    2. stream the row through shared memory (`STAGES` blocks in flight), each block:
+           TMA scores → ready[slot]; wait ready[slot] → collect keys below the limit
     3. find the k smallest collected keys, 11 bits at a time by histograms
 
 Scores become keys, unsigned integers that decrease with the score. Candidates are collected in shared memory
-in the order of their slots. A row is thus read once, 4 S bytes, plus the sample. If the sample was
+in the order of their slots. A row is thus read once, 4 S bytes, plus the sample. A score costs some integer
+operations, but no FLOP. If the sample was
 misleading, there are too few candidates, or more than shared memory holds, as with very many equal scores.
 Then the row itself is searched, which reads it up to four times.
 
