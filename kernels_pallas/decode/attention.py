@@ -173,15 +173,13 @@ def decode_parts(
         scale=scale,
         far_parts=far_parts,
         near_parts=near_parts,
-        paged=block_table is not None,
         positions=positions is not None,
-        gains=block_scores is not None,
-        B=B,
         slots=S * pages,
     )
     bound, used = _scalars(lengths, positions)
     cached = [x if x.shape[-1] else None for x in (k, v, *(ring or ()))]
-    k, v, ring_k, ring_v = [*jax.tree.map(lambda x: common.pad_rows(x, 2), cached), None, None][:4]
+    k, v, *tails = jax.tree.map(lambda x: common.pad_rows(x, 2), cached)
+    ring_k, ring_v = tails or (None, None)
     if positions is not None:
         padding = (0, 0), (0, -S % config.block)
         positions = jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1)
@@ -252,10 +250,7 @@ class _Geometry(NamedTuple):
     scale: float
     far_parts: int
     near_parts: int
-    paged: bool
     positions: bool
-    gains: bool
-    B: int
     slots: int
 
     def widths(self, near: bool) -> tuple[list[int], list[int]]:
@@ -469,7 +464,7 @@ class _Part(NamedTuple):
     def _prefix_rows(self, key_block: Array, b: Array) -> tuple[Array, Any]:
         """Return leading index and rows of a block of keys, through the block table if there is one."""
         g, block = self.g, self.config.block
-        if not g.paged:
+        if self.refs.table is None:
             return b, pl.ds(pl.multiple_of(key_block * block, 8), block)
         per_page = jnp.int32(g.S // block)
         page = self.refs.table[b, lax.div(key_block, per_page)]
@@ -493,7 +488,7 @@ class _Part(NamedTuple):
         else:
             held = plgpu.load(smem.positions.at[slot], layout=layout.reduce(0), optimized=False)
             j = lax.broadcast_in_dim(held, (ROWS, block), [1])
-        if self.g.gains:
+        if self.refs.gains is not None:
             scores, factor = scores * factor + self._block_gains(what, scores.shape), 1.0
         scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)

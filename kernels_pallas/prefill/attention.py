@@ -212,7 +212,6 @@ def prefill_attention(
         keys="near" if near_only else keys if near is None else "both",
         two_ranks=two_ranks,
         positions=positions is not None,
-        gains=block_scores is not None,
         listed=blocks[0] if lists is not None else 0,
         together=_together(B * N, N // K, S * (R + Z)),
     )

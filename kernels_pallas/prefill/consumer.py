@@ -120,14 +120,7 @@ class Consumer(NamedTuple):
         return jnp.where(is_far, 0, begin), jnp.where(is_far, part(first + 2 * ROWS - 1 - self.g.window), end)
 
     def _masked_part(
-        self,
-        state: State,
-        gains: Gains,
-        slot: Array,
-        part: Any,
-        first_key: Array,
-        kind: Array,
-        mixed: bool,
+        self, state: State, gains: Gains, slot: Array, part: Any, first_key: Array, kind: Array, mixed: bool
     ) -> State:
         g, smem, width = self.g, self.smem, part.size
         q, k, v = smem.q.at[self.wg], smem.k.data.at[slot, part], smem.v.data.at[slot, part]
@@ -296,19 +289,17 @@ def attend(steps: Consumer, o_ref: Any, lse_ref: Any) -> None:
     for buffer, columns in _columns(g.R, g.H, smem.q, smem.q_tail):
         source = steps.refs.q.at[item.b, rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, buffer.at[wg], smem.q_ready.at[wg])
-    column = plgpu.Layout.WGMMA.reduce(1)
     of_plain, of_masked = steps.plain_gains(jnp.int32(0)), steps.masked_gains(item.plain)
     plgpu.barrier_wait(smem.q_ready.at[wg])
-    state = lax.cond(
-        item.plain > 0, lambda state: steps.plain(state, of_plain), lambda state: state, empty(g.Z)
-    )
+    plain = functools.partial(steps.plain, gains=of_plain)
+    state = lax.cond(item.plain > 0, plain, lambda state: state, empty(g.Z))
     if g.HV > g.Z:
         state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
     inner, carry = item.plain + item.mixed, (state, of_masked)
     if g.two_ranks:
         carry = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), carry)
     state, _ = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), carry)
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
     l = jnp.where(row + item.first + wg * ROWS < item.length, state.l.sum(axis=1), 0.0)
     inverse = jnp.where(l > 0, 1.0 / l, 0.0)
     smem.o.at[wg][...] = scaled(state.acc, inverse).astype(steps.dtype)

@@ -30,7 +30,6 @@ class Geometry(NamedTuple):
     keys: Literal["all", "near", "far", "both"]
     two_ranks: bool
     positions: bool
-    gains: bool
     listed: int
     together: int
 

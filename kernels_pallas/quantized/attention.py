@@ -326,21 +326,20 @@ def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: 
         @pl.when((number == 0) | jnp.logical_not(at.largest[0] < LARGEST_SUM))
         def _() -> None:
             settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
-            _store(g, at, *_accumulate(g, at, span, settled, source))
+            _store(at, *_accumulate(source, settled))
 
     plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
     plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _accumulate(
-    g: Geometry, at: Buffers, span: Span, settled: Array, source: Source
-) -> tuple[Array, Array, Array]:
+def _accumulate(source: Source, settled: Array) -> tuple[Array, Array, Array]:
     """Accumulate the part's blocks; the maximum is that of the blocks before `settled`.
 
     Returns:
       Weighted values [Z, columns], and maximum and sum of the probabilities [columns].
     """
+    g, at, span = source.g, source.at, source.span
     source.begin()
 
     def body(step: Array, carry: Any, *, running: bool) -> Any:
@@ -415,7 +414,7 @@ def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
 
 
-def _store(g: Geometry, at: Buffers, acc: Array, m: Array, l: Array) -> None:
+def _store(at: Buffers, acc: Array, m: Array, l: Array) -> None:
     at.o[...] = acc * spread_down(jnp.where(l == 0, 0.0, 1.0 / l), acc.shape)
     at.lse[...] = jnp.where(l == 0, -jnp.inf, m / LOG2_E + jnp.log(l))
     at.largest[...] = lax.broadcast_in_dim(l.max(axis=0), (1,), [])

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
-from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -100,7 +100,7 @@ def _launch(
     ends: Array,
     block_table: Array | None,
     *,
-    bits: tuple[tuple[int, ...], ...],
+    bits: Bits,
     widths: tuple[int, ...],
     dtype: Any,
     interpret: bool,
@@ -120,14 +120,7 @@ def _launch(
     )(ends.astype(jnp.int32), block_table, arrays)
 
 
-def _kernel(
-    ends_ref: Any,
-    table_ref: Any,
-    arrays: Sequence[Sequence[Arrays]],
-    *out_refs: Any,
-    bits: tuple[tuple[int, ...], ...],
-    rows: int,
-) -> None:
+def _kernel(ends_ref: Any, table_ref: Any, arrays: Any, *out_refs: Any, bits: Bits, rows: int) -> None:
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     end = ends_ref[b]
 

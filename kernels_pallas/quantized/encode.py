@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -115,14 +115,13 @@ def _launch(
     ends: Array,
     block_table: Array | None,
     *,
-    bits: tuple[tuple[int, ...], ...],
+    bits: Bits,
     interpret: bool,
 ) -> Sequence[Sequence[Arrays]]:
     """Launch `encode` on checked arguments; `arrays` are those of all planes."""
     B, T, K, _ = x[0].shape
     # With pages, each token may be in another page.
     rows = min(TOKENS, pl.next_power_of_2(T)) if block_table is None else 1
-    count = len(jax.tree.leaves(arrays))
     before = 1 + len(x) + (block_table is not None)
     _, _, S = rows_of(arrays[0][0].reach, block_table)
     span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
@@ -130,7 +129,7 @@ def _launch(
         functools.partial(_kernel, bits=bits, rows=rows),
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)],
         grid=(B, K, pl.cdiv(T, rows)),
-        input_output_aliases={before + i: i for i in range(count)},
+        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(arrays)))},
         compiler_params=plt.CompilerParams(num_warps=4 if rows > 1 else 1),
         interpret=interpret,
         name="zdc_encode",
@@ -138,15 +137,9 @@ def _launch(
 
 
 def _kernel(
-    span_ref: Any,
-    x_refs: tuple[Any, ...],
-    table_ref: Any,
-    _: Any,
-    out: Sequence[Sequence[Arrays]],
-    *,
-    bits: tuple[tuple[int, ...], ...],
-    rows: int,
+    span_ref: Any, x_refs: Any, table_ref: Any, _before: Any, out: Any, *, bits: Bits, rows: int
 ) -> None:
+    # `_before` shares memory with `out`.
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     start, end = span_ref[b, 0], span_ref[b, 1]
     token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)

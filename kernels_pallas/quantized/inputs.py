@@ -52,6 +52,10 @@ class Plane(NamedTuple):
         return Arrays(self.levels, self.reach)
 
 
+type Bits = tuple[tuple[int, ...], ...]
+"""Bits of each plane of several arrays."""
+
+
 class Arrays(NamedTuple):
     """Arrays of a `Plane`, or references to them in a kernel."""
 

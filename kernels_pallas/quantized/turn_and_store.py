@@ -376,7 +376,8 @@ def _launch(
     )(operands, arrays)
 
 
-def _kernel(refs: _Operands, _: Any, queries: Any, *stored: _Stored, g: _Geometry) -> None:
+def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: _Stored, g: _Geometry) -> None:
+    # `_before` shares memory with `stored`.
     q_ref, k_ref, v_ref = refs.heads if len(refs.heads) == 3 else [*refs.heads] * 3
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
     first_k, first_v = (0, 0) if len(refs.heads) == 3 else (K * g.G, K * (g.G + 1))
