@@ -1,7 +1,7 @@
 """Partial results of attention over disjoint keys, and their merging (ours).
 
-    grid: (B, K·G), Triton; 4 warps per program, no explicit barriers
-    each program: log-sum-exps of all P parts of one query head → weights → weighted sum of the outputs
+    grid: (B, K·G, tiles of Z), Triton; 1 warp per program, no explicit barriers
+    each program: log-sum-exps of all P parts of one query head → weights → weighted sum of some coordinates
 
 A query head reads P (Z + 1) float32, and costs 2 P Z FLOP and P exponentials.
 
