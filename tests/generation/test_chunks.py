@@ -53,7 +53,7 @@ def test_long_chunks_of_an_engine_have_little_padding():
 
 
 def test_a_step_of_a_small_model_on_a_gpu_reads_more_tokens(monkeypatch):
-    assert choose_step_tokens(QWEN_1_5B) == PREFILL_CHUNK
+    assert choose_step_tokens(QWEN_1_5B) == 512
     monkeypatch.setattr(chunks.jax, "default_backend", lambda: "gpu")
     assert choose_step_tokens(QWEN_1_5B) == 8192
     assert choose_step_tokens(LLAMA_3_8B) == 2048

@@ -40,7 +40,7 @@ class EngineConfig:
         `max_model_len` tokens, or what fits into memory. Not allowed for plans whose method has no pages.
       page: tokens of a cache page.
       chunk: most prompt tokens prefilled in a step, a power of two >= 32. The default is 2,048 to
-        8,192 on GPUs, by the size of the model (`choose_step_tokens`), and 2,048 elsewhere. On GPUs a prompt
+        8,192 on GPUs, by the size of the model (`choose_step_tokens`), and 512 elsewhere. On GPUs a prompt
         that runs alone is read in chunks of up to 8,192.
       decode_steps: decode steps in one program if no prompt is prefilled and no request waits. Their tokens
         are delivered together, and tokens after a stop token are discarded. Default 4 on GPUs and on

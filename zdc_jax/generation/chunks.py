@@ -17,6 +17,8 @@ PREFILL_CHUNK = 2048
 """Prompt tokens of one call where the device says little, and fewest of an engine's default on GPUs."""
 MOST_OF_STEP = 8192
 """Most prompt tokens of an engine's step by default."""
+CPU_STEP = 512
+"""Prompt tokens of an engine's step by default where there is no GPU. Each width takes seconds to compile."""
 STEP_FLOPS = 3e13
 """Floating-point operations of an engine's step by default, estimated at 60 ms of an H100.
 
@@ -95,7 +97,7 @@ def choose_chunk_tokens(left: int, most: int) -> int:
 def choose_step_tokens(config: ModelConfig) -> int:
     """Return the most prompt tokens that an engine should prefill in a step, a power of two."""
     if jax.default_backend() != "gpu":
-        return PREFILL_CHUNK
+        return CPU_STEP
     tokens = int(STEP_FLOPS / (2 * num_params(config)))
     return min(MOST_OF_STEP, max(PREFILL_CHUNK, 1 << (max(1, tokens).bit_length() - 1)))
 

@@ -1,6 +1,5 @@
 """Integers with a scale fitted to each token, which the method `coded` stores (ours)."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +44,19 @@ class FittedIntegers(Code):
         x, half = x.astype(jnp.float32), 2 ** (self.bits - 1)
         largest = jnp.abs(x).max(-1, keepdims=True)
 
-        def try_scale(code: Array) -> tuple[Array, ...]:
+        def round_to(code: Array) -> tuple[Array, Array]:
+            """Return levels and errors; several scales are a leading axis."""
             step = jnp.maximum(from_e5m3(code), SMALLEST) / half
             # Errors are measured in steps, because squares of the coordinates themselves could overflow.
             exact = jnp.abs(x) / step - 0.5
             level = jnp.minimum(jnp.round(exact), half - 1)
-            return jnp.square(level - exact).sum(-1, keepdims=True) * jnp.square(step), code, level
+            return level, jnp.square(level - exact).sum(-1, keepdims=True) * jnp.square(step)
 
         bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-        candidates = map(try_scale, reaches_tried(bits, self.bits, x.shape[-1]))
-        _, code, level = functools.reduce(_choose_better, candidates)
+        tried = jnp.stack(reaches_tried(bits, self.bits, x.shape[-1]))
+        best = jnp.argmin(round_to(tried)[1], axis=0)
+        code = jnp.take_along_axis(tried, best[None], axis=0)[0]
+        level, _ = round_to(code)
         level = jnp.nan_to_num(level).astype(jnp.int32)
         level = half + jnp.where(x < 0, -1 - level, level)
         code = jnp.where(jnp.isfinite(largest), code, NAN_CODE)
@@ -64,11 +66,6 @@ class FittedIntegers(Code):
         levels, scale = coded
         odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
         return odd * (from_e5m3(scale) / 2**self.bits)
-
-
-def _choose_better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return the candidate of less error for each token; the first array of a candidate is its error."""
-    return tuple(jnp.where(other[0] < one[0], y, x) for x, y in zip(one, other, strict=True))
 
 
 def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
