@@ -164,10 +164,10 @@ def turned_later(k, positions):
     return NewKeys(k, Turn(positions, frequencies, *(jnp.asarray(x, k.dtype) for x in basis)))
 
 
-def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False, rows=B):
+def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False, rows=B, steps=STEPS):
     """Read a ragged prompt on XLA, then decode tokens of the first `rows` sequences on `implementation`.
 
-    Returns results [STEPS, rows, N, H] and what each step hands on.
+    Returns results [steps, rows, N, H] and what each step hands on.
 
     unturned: queries and keys of the decoded tokens come before the rotation.
     shifted: scores gain the products of queries with a mean of keys.
@@ -182,7 +182,7 @@ def run(spec, implementation, seed=0, table=None, unturned=False, shifted=False,
     done = attend(spec, "xla", state, *draw(T), positions, end, None, table, shifted)
     table = None if table is None else table[:rows]
     found, aux, others = [], [], other_rings(done.state, rows)
-    for step in range(STEPS):
+    for step in range(steps):
         at = jnp.asarray(length + step)[:rows]
         q, k, v = (x[:rows] for x in draw(1))
         k = turned_later(k, at[:, None]) if unturned else k
@@ -223,7 +223,11 @@ def test_a_token_of_shifted_keys_that_one_kernel_turns(plain, caplog, in_pages):
 
 @pytest.mark.parametrize(
     ("implementation", "unturned"),
-    [(None, True), pytest.param(None, False, marks=pytest.mark.full), ("xla", False)],
+    [
+        (None, True),
+        pytest.param(None, False, marks=pytest.mark.full),
+        pytest.param("xla", False, marks=pytest.mark.full),
+    ],
 )
 def test_the_first_of_more_sequences_decode_without_copies_of_their_rings(
     plain, unturned, implementation, monkeypatch
@@ -232,7 +236,7 @@ def test_the_first_of_more_sequences_decode_without_copies_of_their_rings(
         monkeypatch.setattr(coded_far, "_put_first", None)  # Kernels do not need it.
     spec = Paged.of(SPECS["near tokens, too"], page=PAGE, pages=B * S // PAGE)
     table = jnp.arange(B * S // PAGE).reshape(B, -1)
-    options = {"table": table, "unturned": unturned, "shifted": unturned}
+    options = {"table": table, "unturned": unturned, "shifted": unturned, "steps": 2}
     state = spec.create(B, S)
     assert spec.first_rows(state, 2) is state
     found, _ = run(spec, implementation, rows=2, **options)
