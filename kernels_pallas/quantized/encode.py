@@ -55,7 +55,8 @@ def encode(
 
     Args:
       x: float arrays of new tokens, such as keys and values.
-      planes: for each array, the planes of its consecutive coordinates; together they cover the array.
+      planes: for each array, the planes of its consecutive coordinates; together they cover the array. They
+        may have more sequences than there are tokens, which are left as they are.
       starts: first slot of each sequence, int32.
       ends: end of the slots of each sequence, int32; nothing is written from S on.
       block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are not
