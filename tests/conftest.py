@@ -48,6 +48,7 @@ if QUICK not in (flags := os.environ.get("XLA_FLAGS", "")):
 jax.config.update("jax_default_matmul_precision", "highest")
 ON_CPU = jax.default_backend() == "cpu"
 jax.config.update("jax_disable_most_optimizations", ON_CPU)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(ON_CPU))  # Processes that tests start do the same.
 # Collecting garbage walks over all that tracing leaves: a twentieth of the time where it is done as usual.
 gc.set_threshold(200_000, 20, 100)
 
