@@ -94,19 +94,14 @@ def decode(
 
 
 def rope(H: int, R: int, *, keep_tail: bool, T: int = S, K: int = 8, G: int = 4) -> list[Kernel]:
-    """Compile the kernel after RoPE for prompts of T tokens, with shifted keys."""
-    C = H if keep_tail else R
-
-    def float32(*dims):
-        return shape(*dims, dtype=jnp.float32)
-
-    rotations = [shape(K, H, C, dtype=jnp.float16) for _ in range(2)]
-    angles = [float32(1, T, H // 2) for _ in range(2)]
+    """Compile the kernel after RoPE for prompts of T tokens."""
+    rotations = [shape(K, H, H if keep_tail else R, dtype=jnp.float16) for _ in range(2)]
+    angles = [shape(1, T, H // 2, dtype=jnp.float32) for _ in range(2)]
 
     def f(*arrays):
         return post_rope(*arrays, qk_rank=R, keep_tail=keep_tail)
 
-    return compiled(f, shape(1, T, K * G, H), shape(1, T, K, H), *angles, *rotations, float32(K, C))
+    return compiled(f, shape(1, T, K * G, H), shape(1, T, K, H), *angles, *rotations)
 
 
 def tuned(kernel: str) -> list[Any]:
