@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
-from zdc_jax.engine.choosing import SHAPE, name_score
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
@@ -82,17 +80,7 @@ def model(tiny) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def engine(model):
-    """Yield an engine that warmed up as on a GPU, with the names of the programs that then ran."""
-    with Engine(model, CONFIG) as engine, pytest.MonkeyPatch.context() as patch:
-        programs, engine.warmed_up = dict(engine._runner._programs), set()
-
-        def record(name, *inputs):
-            engine.warmed_up.add(name)
-            return programs[name](*inputs)
-
-        patch.setattr(engine._runner, "_programs", {name: partial(record, name) for name in programs})
-        engine._runner.warm_up()
-        patch.undo()
+    with Engine(model, CONFIG) as engine:
         yield engine
 
 
@@ -115,13 +103,6 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
         prefill_chunk=chunk,
     )
     return found.completions[0].tokens
-
-
-def test_warming_up_runs_all_programs_of_usual_requests(engine):
-    # All answers of this engine come after it.
-    unusual = {name for name in engine._runner._programs if name == SHAPE or "shaped" in name}
-    unusual |= {name_score(width) for width in engine._runner._widths}
-    assert engine._runner._programs.keys() - engine.warmed_up == unusual
 
 
 def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):

@@ -206,8 +206,6 @@ class Runner:
         self.reset()
         self._programs = compile_all(dict(self._list_programs()))
         self._check_memory()
-        if jax.default_backend() == "gpu":
-            self.warm_up()
 
     def reset(self) -> None:
         """Replace the cache with an empty one, in new arrays."""
@@ -230,34 +228,6 @@ class Runner:
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
         self._sent: tuple[np.ndarray, Array] | None = None
-
-    def warm_up(self) -> None:
-        """Run the programs of usual requests once, while there is no sequence.
-
-        The first run of a program on a GPU also loads its kernels and records its graphs. Tokens go to the
-        first sequence, whose next text replaces them.
-        """
-        empty, beside, choices = self.new_decode_inputs(), self.new_decode_inputs(), get_args(Choice)
-        beside.active[-1] = self.layout.rows > 1  # A sequence that has no tokens and gets none.
-        numbers = empty.numbers[0]
-        widths = {*self._widths, *self._list_whole_widths(), *self._list_alone_widths()}
-        chunks = [ChunkInputs(0, [0] * width, 0, True, numbers, "greedy") for width in sorted(widths)]
-        for chunk in chunks:
-            self.prefill([chunk], empty)
-            if len(chunk.tokens) <= self._widths[0]:
-                self.prefill([chunk], beside)
-        for choice in choices:
-            self.prefill([replace(chunks[0], choice=choice)], empty)
-        if self.grouping.several > 1:
-            self.prefill([replace(chunks[0], row=row, tokens=[0]) for row in (0, 1)], empty)
-        for count, choice in itertools.product(self._row_counts, choices):
-            inputs = self.new_decode_inputs()
-            inputs.add(count - 1, numbers, choice)
-            for steps in (1, self.steps):
-                self.decode(inputs, steps)
-        if self._tails:
-            self.restore_tail(0, 0)
-        jax.block_until_ready(self._state)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """Set the pages of a sequence for all later steps.
@@ -436,11 +406,13 @@ class Runner:
             step = partial(prefill_and_decode, count, self.grouping.longest, layout.rows)
             lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
             yield _name_prefill_and_decode(count, width), lower_prefill(step, *lengths)
-        for width in self._list_whole_widths():
-            yield _name_prefill_whole(width), lower_prefill(prefill_whole, CHUNK_HEADER, width)
+        if (chunk := self.whole) is not None:
+            doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
+            for width in {self._pad_width(chunk << i) for i in doublings}:
+                yield _name_prefill_whole(width), lower_prefill(prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
         alone = partial(prefill_and_decode, 1, 0, 0) if self.together else prefill_chunk
-        for width in self._list_alone_widths():
+        for width in self._list_alone_widths() if self.together else self._widths:
             yield _name_prefill(width), lower_prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
         yield "decode", self._lower(decode_once, options, self._state, layout.rows, 1 + WIDTH)
@@ -457,17 +429,8 @@ class Runner:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             yield "restore tail", partial(restore.lower, self._state, self._tails, pair)
 
-    def _list_whole_widths(self) -> set[int]:
-        """Return the widths of prompts that are prefilled in one chunk."""
-        if (chunk := self.whole) is None:
-            return set()
-        doublings = range(1, (self.layout.capacity // chunk).bit_length() + 1)
-        return {self._pad_width(chunk << i) for i in doublings}
-
     def _list_alone_widths(self) -> list[int]:
-        """Return the widths of chunks that have a program for chunks alone."""
-        if not self.together:
-            return self._widths
+        """Return the widths of chunks that run alone."""
         doublings = range((self.alone // self._widths[0]).bit_length() + 1)
         return sorted({min(self._widths[0] << i, self.alone) for i in doublings}, reverse=True)
 
