@@ -36,15 +36,15 @@ def check_offsets(name: str, plane: Plane) -> None:
 
 
 def in_pages(table_ref: Any, b: Array, slot: Array, pool: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Look up a sequence's slot in a pool [P, K, page size, …] through the block table int32 [B, pages].
+    """Look up a sequence's slots in a pool [P, K, page size, …] through the block table int32 [B, pages].
 
     A slot past all pages is looked up in the last page.
 
     Returns:
-      The page, the slot within it, and whether the page is valid.
+      The page of each slot, the slot within it, and whether the page is valid.
     """
     pages, _, page, *_ = pool
-    lead = table_ref[b, jnp.clip(lax.div(slot, page), 0, table_ref.shape[1] - 1)]
+    lead = plt.load(table_ref.at[b, jnp.clip(lax.div(slot, page), 0, table_ref.shape[1] - 1)])
     return lead, lax.rem(slot, page), (lead >= 0) & (lead < pages)
 
 

@@ -65,7 +65,7 @@ class Consumer(NamedTuple):
         def part(i: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
             key, (state, gains) = first_key + i * width, carry
-            ahead = gains if width == self.config.block_kv else self._gains(key + width, width)
+            ahead = gains if width == self.config.block_kv else self._bounded_gains(key + width, width)
             return self._masked_part(state, gains, slot, rows, key, kind, mixed), ahead
 
         state, _ = lax.fori_loop(*self._parts(first_key, kind), part, carry)
@@ -235,7 +235,7 @@ class Consumer(NamedTuple):
             return ()
         first_key, kind = self._masked_keys(step)
         width = self._masked_width
-        return self._gains(first_key + self._parts(first_key, kind)[0] * width, width)
+        return self._bounded_gains(first_key + self._parts(first_key, kind)[0] * width, width)
 
     def _gains(self, first_key: Array, width: int) -> Gains:
         """Load what base-2 scores of `width` keys from position `first_key` on gain, if there are gains."""
@@ -247,8 +247,14 @@ class Consumer(NamedTuple):
             for i in range(width // GAIN_BLOCK)
         ]
         column, rows = plgpu.Layout.WGMMA.reduce(1), self._rows_of_gains()
-        found = (plgpu.load(x.at[rows], layout=column, optimized=False) * LOG2_E for x in blocks)
-        # Blocks without a visible key may have any score, but their weights must become zeros.
+        return tuple(plgpu.load(x.at[rows], layout=column, optimized=False) * LOG2_E for x in blocks)
+
+    def _bounded_gains(self, first_key: Array, width: int) -> Gains:
+        """Return `_gains` with zeros for blocks without a visible key.
+
+        Such blocks may have any score, but their weights must become zeros.
+        """
+        found = self._gains(first_key, width)
         return tuple(jnp.where(jnp.abs(gain) < _LARGEST_GAIN, gain, 0.0) for gain in found)
 
     def _rows_of_gains(self) -> Any:

@@ -121,8 +121,7 @@ def _launch(
 ) -> Sequence[Sequence[Arrays]]:
     """Launch `encode` on checked arguments; `arrays` are those of all planes."""
     B, T, K, _ = x[0].shape
-    # With pages, each token may be in another page.
-    rows = min(TOKENS, pl.next_power_of_2(T)) if block_table is None else 1
+    rows = min(TOKENS, pl.next_power_of_2(T))
     before = 1 + len(x) + (block_table is not None)
     _, _, S = rows_of(arrays[0][0].reach, block_table)
     span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
@@ -145,11 +144,10 @@ def _kernel(
     start, end = span_ref[b, 0], span_ref[b, 1]
     token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     kept = (token < x_refs[0].shape[1]) & (start + token < end)
-    lead, slot = b, start + first
+    lead, slot = b, start + token
     if table_ref is not None:
         lead, slot, there = in_pages(table_ref, b, slot, out[0][0].reach.shape)
         kept &= there
-    slots = pl.ds(slot, rows)
     for x_ref, each, each_bits in zip(x_refs, out, bits, strict=True):
         begin = 0
         for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
@@ -159,9 +157,9 @@ def _kernel(
             levels, reach = coded(x, plane_bits)
             for (i, _), level in zip(pieces(C), levels, strict=True):
                 for place, size, part in packed(level, C, i, plane_bits):
-                    taken = pl.ds(jnp.int32(place), size)
-                    plt.store(levels_ref.at[lead, kv, slots, taken], part, mask=kept)
-            plt.store(reach_ref.at[lead, kv, slots], reach, mask=kept[:, 0])
+                    byte = place + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+                    plt.store(levels_ref.at[lead, kv, slot, byte], part, mask=kept)
+            plt.store(reach_ref.at[lead, kv, slot], reach[:, None], mask=kept)
             begin += C
 
 

@@ -1,13 +1,15 @@
 """Scores that each block of 64 positions gains because keys left out their mean, in one launch (ours).
 
-    grid: (tiles of tokens · tiles of blocks, K, B); one program has the tokens of one block of positions, and
-          all query heads of a KV head. For single tokens each query head has its own program.
-          No explicit barriers.
+    grid: (tiles of tokens · tiles of blocks, N, B); one program has the tokens of one block of positions, one
+          query head, and some blocks. No explicit barriers.
 
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
 then cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A program reads
 4 H bytes per block, and each query once. A program whose blocks all come after its tokens exits.
+
+Several tokens are multiplied in slices of the coordinates. So a program needs little shared memory, and a
+multiprocessor runs several programs, which hide each other's latency.
 
 Scores are relative to the block of the query's own position. So nearly all terms are small, although the mean
 is large, and the products of slow coordinates lose no digits. `zdc_jax.ops.shift` explains the mathematics.
@@ -31,10 +33,10 @@ from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, plt
 
-BLOCKS = 128
+BLOCKS = 64
 """Blocks of a program with several tokens."""
-WARPS = 8
-"""Warps of such a program."""
+PAIRS = 32
+"""Pairs of coordinates that such a program multiplies at a time."""
 BLOCKS_OF_ONE = 64
 """Blocks of a program with a single token."""
 MOST_SCORES = 2**31
@@ -90,8 +92,8 @@ def score_blocks(
     return pl.pallas_call(
         functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each, precision=precision),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(tiles * pl.cdiv(blocks, each), N if T == 1 else K, B),
-        compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
+        grid=(tiles * pl.cdiv(blocks, each), N, B),
+        compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_score_blocks",
     )(starts.astype(jnp.int32), q, mean, in_block, turns)
@@ -152,66 +154,54 @@ def _kernel(
 ) -> None:
     T = q_ref.shape[1]
     blocks, H = turns_ref.shape
-    half, padded = H // 2, max(16, pl.next_power_of_2(H // 2))
-    groups, b = N // mean_ref.shape[0], pl.program_id(2)
-    kv = lax.div(pl.program_id(1), jnp.int32(groups)) if T == 1 else pl.program_id(1)
-    across = jnp.int32(pl.cdiv(blocks, each))
+    half, groups = H // 2, N // mean_ref.shape[0]
+    n, b = pl.program_id(1), pl.program_id(2)
+    kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
     tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
     start = starts_ref[b]
     own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
     block = first_block + lax.iota(jnp.int32, each)
-    distance = jnp.clip(own - block, 0, blocks - 1)
-    columns = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
+    distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
 
-    def load_pair(ref: Any, rows: tuple[Any, ...], there: Array) -> list[Array]:
-        """Load the real and the imaginary parts of rows, float32 [rows, padded] each."""
-        mask = there & (columns < half)
-        parts = (plt.load(ref.at[*rows, columns + i * half], mask=mask, other=0.0) for i in (0, 1))
+    def load_pairs(ref: Any, rows: tuple[Any, ...], there: Any, pairs: Array) -> list[Array]:
+        """Load the real and the imaginary parts of rows, float32 [rows, pairs] each."""
+        mask = there & (pairs < half)
+        parts = (plt.load(ref.at[*rows, pairs + i * half], mask=mask, other=0.0) for i in (0, 1))
         return [part.astype(jnp.float32) for part in parts]
 
-    def load_turns(token: Array, there: Array) -> tuple[list[Array], list[Array], list[Array]]:
-        """Return the turns of blocks, those of tokens in their block, and the mean."""
+    def load_factors(token: Array, there: Any, pairs: Array) -> tuple[list[Array], list[Array]]:
+        """Return turns of the blocks, and products of the queries with the mean at their positions."""
         offset = lax.rem(start + token, jnp.int32(GAIN_BLOCK))
-        of_blocks = load_pair(turns_ref, (distance[:, None],), (block < blocks)[:, None])
-        return of_blocks, load_pair(in_block_ref, (offset,), there), load_pair(mean_ref, (kv,), columns >= 0)
-
-    def multiply(n: Array, token: Array, there: Array, turn: list[Array], mean: list[Array]) -> list[Array]:
-        """Return the products of queries of head n with the mean, at their positions in the block."""
-        (q1, q2), (m1, m2), (cos, sin) = load_pair(q_ref, (b, token, n), there), mean, turn
+        of_blocks = load_pairs(turns_ref, (distance,), (block < blocks)[:, None], pairs)
+        cos, sin = load_pairs(in_block_ref, (offset,), there, pairs)
+        m1, m2 = load_pairs(mean_ref, (kv,), True, pairs)
+        q1, q2 = load_pairs(q_ref, (b, token, n), there, pairs)
         real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-        return [real * cos - imaginary * sin, imaginary * cos + real * sin]
+        return of_blocks, [real * cos - imaginary * sin, imaginary * cos + real * sin]
 
     if T == 1:
-        token = jnp.zeros((1, 1), jnp.int32)
-        of_blocks, turn, mean = load_turns(token, columns >= 0)
-        products = multiply(pl.program_id(1), token, columns >= 0, turn, mean)
+        pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(half))), 1)
+        of_blocks, products = load_factors(jnp.zeros((1, 1), jnp.int32), True, pairs)
         score = functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True)))
         if not arranged:
-            plt.store(out_ref.at[b, pl.program_id(1), block, 0], scale * score, mask=block < blocks)
+            plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
             return
-        member, count = lax.rem(pl.program_id(1), jnp.int32(groups)), out_ref.shape[3]
+        member, count = lax.rem(n, jnp.int32(groups)), out_ref.shape[3]
         plt.store(out_ref.at[b, kv, block, member], scale * score * LOG2_E, mask=block < blocks)
         for column in range(groups, count, groups):  # Missing heads get zeros.
             mask = (block < blocks) & (member + column < count)
             plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros(each, jnp.float32), mask=mask)
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
-    there = ((token >= 0) & (token < T))[:, None]
+    there = (token >= 0) & (token < T)
 
     @pl.when(first_block <= own)
     def _() -> None:
-        of_blocks, turn, mean = load_turns(token[:, None], there)
-        needed = (block <= own)[:, None] & (block < blocks)[:, None] & ((token >= 0) & (token < T))[None]
-
-        @pl.loop(0, groups)
-        def _(member: Array) -> None:
-            n = kv * groups + member
-            products = multiply(n, token[:, None], there, turn, mean)
-            score = functools.reduce(
-                jnp.add,
-                (
-                    lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
-                    for x, y in zip(of_blocks, products, strict=True)
-                ),
-            )
-            plt.store(out_ref.at[b, n, block[:, None], token[None]], scale * score, mask=needed)
+        score = jnp.zeros((each, GAIN_BLOCK), jnp.float32)
+        for first_pair in range(0, half, PAIRS):
+            pairs = first_pair + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1)
+            factors = load_factors(token[:, None], there[:, None], pairs)
+            for x, y in zip(*factors, strict=True):
+                score += lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
+        needed = ((block <= own) & (block < blocks))[:, None] & there[None]
+        plt.store(out_ref.at[b, n, block[:, None], token[None]], scale * score, mask=needed)
