@@ -7,8 +7,9 @@
 Per token and KV head a plane reads C coordinates and writes C·bits/8 + 1 bytes. A coordinate costs about
 nine operations per scale tried: of two scales with 4 or more bits, else of eight.
 
-A program has some tokens of one KV head. It finds the scale of each token in each plane, packs the levels and
-writes both to the token's slot. Only the new tokens are read and written. The code is that of
+A program has some tokens of one KV head, and exits if all of them are padding. It finds the scale of each
+token in each plane, packs the levels and writes both to the token's slot. Only the new tokens are read and
+written. The code is that of
 `zdc_jax.cache.codes.fitted_integers.FittedIntegers`, which explains it.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_encode` raises, and XLA does the work.
@@ -148,19 +149,24 @@ def _kernel(
     if table_ref is not None:
         lead, slot, there = in_pages(table_ref, b, slot, out[0][0].reach.shape)
         kept &= there
-    for x_ref, each, each_bits in zip(x_refs, out, bits, strict=True):
-        begin = 0
-        for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
-            C = levels_ref.shape[-1] * 8 // plane_bits
-            at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)]
-            x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
-            levels, reach = coded(x, plane_bits)
-            for (i, _), level in zip(pieces(C), levels, strict=True):
-                for place, size, part in packed(level, C, i, plane_bits):
-                    byte = place + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-                    plt.store(levels_ref.at[lead, kv, slot, byte], part, mask=kept)
-            plt.store(reach_ref.at[lead, kv, slot], reach[:, None], mask=kept)
-            begin += C
+
+    @pl.when(start + first < end)
+    def _() -> None:
+        for x_ref, each, each_bits in zip(x_refs, out, bits, strict=True):
+            begin = 0
+            for plane, plane_bits in zip(each, each_bits, strict=True):
+                C = plane.levels.shape[-1] * 8 // plane_bits
+                at = [
+                    (b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)
+                ]
+                x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
+                levels, reach = coded(x, plane_bits)
+                for (i, _), level in zip(pieces(C), levels, strict=True):
+                    for place, size, part in packed(level, C, i, plane_bits):
+                        byte = place + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+                        plt.store(plane.levels.at[lead, kv, slot, byte], part, mask=kept)
+                plt.store(plane.reach.at[lead, kv, slot], reach[:, None], mask=kept)
+                begin += C
 
 
 def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
