@@ -1,6 +1,6 @@
 """Quantization of new keys and values into planes of integers, in one launch (ours).
 
-    grid: (B, K, tiles of up to 32 tokens), Triton; 4 warps per program, 1 for single tokens
+    grid: (B, K, tiles of up to 32 tokens), Triton; 8 warps per program, 1 for single tokens
           no explicit barriers
     each array, each of its planes: load → try scales → quantize → pack → store levels and scales
 
@@ -131,7 +131,7 @@ def _launch(
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)],
         grid=(B, K, pl.cdiv(T, rows)),
         input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(arrays)))},
-        compiler_params=plt.CompilerParams(num_warps=4 if rows > 1 else 1),
+        compiler_params=plt.CompilerParams(num_warps=8 if rows > 1 else 1),
         interpret=interpret,
         name="zdc_encode",
     )(span, x, block_table, arrays)[0]

@@ -5,11 +5,12 @@
 
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
-then cost 2 H FLOP, as products of three TensorFloat32 parts, and 4 bytes of the result. A program reads
-4 H bytes per block, and each query once. A program whose blocks all come after its tokens exits.
+then cost 2 H FLOP, three times over, and 4 bytes of the result. A program reads 4 H bytes per block, and each
+query once. A program whose blocks all come after its tokens exits, or writes zeros for a single token.
 
-Several tokens are multiplied in slices of the coordinates. So a program needs little shared memory, and a
-multiprocessor runs several programs, which hide each other's latency.
+For several tokens both factors are sums of two float16 numbers, and three products of these parts are added.
+That has 22 bits, as with TensorFloat32, at half of the instructions and of the shared memory. The products of
+a token are relative to their largest, so that none exceeds the range of float16.
 
 Scores are relative to the block of the query's own position. So nearly all terms are small, although the mean
 is large, and the products of slow coordinates lose no digits. `zdc_jax.ops.shift` explains the mathematics.
@@ -18,7 +19,9 @@ JAX plans to drop Pallas' Triton back end. Without it `check_score_blocks` raise
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,13 +38,16 @@ from kernels_pallas.triton import check_back_end, plt
 
 BLOCKS = 64
 """Blocks of a program with several tokens."""
-PAIRS = 32
+PAIRS = 64
 """Pairs of coordinates that such a program multiplies at a time."""
+WARPS = 4
+"""Warps of a program."""
 BLOCKS_OF_ONE = 64
 """Blocks of a program with a single token."""
+SMALLEST = 1e-30
+"""Divisor in place of products that are all 0."""
 MOST_SCORES = 2**31
 """Largest number of scores, because Triton's offsets have 32 bits."""
-EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "num_heads", "arranged", "interpret"))
@@ -87,16 +93,21 @@ def score_blocks(
     shape = (B, K, blocks, columns_of(N // K)) if arranged else (B, N, blocks, T)
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
-    precision = lax.Precision.HIGHEST if interpret else EXACT
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
     return pl.pallas_call(
-        functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each, precision=precision),
+        functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(tiles * pl.cdiv(blocks, each), N, B),
-        compiler_params=plt.CompilerParams(num_warps=4),
+        compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
-    )(starts.astype(jnp.int32), q, mean, in_block, turns)
+    )(starts.astype(jnp.int32), q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
+
+
+def split_in_two(x: Float[Array, "..."]) -> list[Array]:
+    """Return two float16 arrays whose sum is x to 22 bits, for magnitudes from 2^-13 to 2^15."""
+    high = x.astype(jnp.float16)
+    return [high, (x - high.astype(jnp.float32)).astype(jnp.float16)]
 
 
 def check_score_blocks(
@@ -143,17 +154,16 @@ def _kernel(
     q_ref: Any,
     mean_ref: Any,
     in_block_ref: Any,
-    turns_ref: Any,
+    turns_refs: Sequence[Any],
     out_ref: Any,
     *,
     N: int,
     scale: float,
     arranged: bool,
     each: int,
-    precision: Any,
 ) -> None:
     T = q_ref.shape[1]
-    blocks, H = turns_ref.shape
+    blocks, H = turns_refs[0].shape
     half, groups = H // 2, N // mean_ref.shape[0]
     n, b = pl.program_id(1), pl.program_id(2)
     kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
@@ -164,44 +174,70 @@ def _kernel(
     distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
 
     def load_pairs(ref: Any, rows: tuple[Any, ...], there: Any, pairs: Array) -> list[Array]:
-        """Load the real and the imaginary parts of rows, float32 [rows, pairs] each."""
+        """Load the real and the imaginary parts of rows, [rows, pairs] each."""
         mask = there & (pairs < half)
-        parts = (plt.load(ref.at[*rows, pairs + i * half], mask=mask, other=0.0) for i in (0, 1))
-        return [part.astype(jnp.float32) for part in parts]
+        return [plt.load(ref.at[*rows, pairs + i * half], mask=mask, other=0.0) for i in (0, 1)]
 
-    def load_factors(token: Array, there: Any, pairs: Array) -> tuple[list[Array], list[Array]]:
-        """Return turns of the blocks, and products of the queries with the mean at their positions."""
+    def load_turns(ref: Any, pairs: Array) -> list[Array]:
+        return load_pairs(ref, (distance,), (block < blocks)[:, None], pairs)
+
+    def multiply(token: Array, there: Any, pairs: Array) -> list[Array]:
+        """Return the products of queries with the mean, at their positions in the block, in float32."""
         offset = lax.rem(start + token, jnp.int32(GAIN_BLOCK))
-        of_blocks = load_pairs(turns_ref, (distance,), (block < blocks)[:, None], pairs)
-        cos, sin = load_pairs(in_block_ref, (offset,), there, pairs)
-        m1, m2 = load_pairs(mean_ref, (kv,), True, pairs)
-        q1, q2 = load_pairs(q_ref, (b, token, n), there, pairs)
+        (cos, sin), (m1, m2) = (
+            load_pairs(in_block_ref, (offset,), there, pairs),
+            load_pairs(mean_ref, (kv,), True, pairs),
+        )
+        q1, q2 = (x.astype(jnp.float32) for x in load_pairs(q_ref, (b, token, n), there, pairs))
         real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-        return of_blocks, [real * cos - imaginary * sin, imaginary * cos + real * sin]
+        return [real * cos - imaginary * sin, imaginary * cos + real * sin]
 
     if T == 1:
-        pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(half))), 1)
-        of_blocks, products = load_factors(jnp.zeros((1, 1), jnp.int32), True, pairs)
-        score = functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True)))
-        if not arranged:
-            plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
-            return
-        member, count = lax.rem(n, jnp.int32(groups)), out_ref.shape[3]
-        plt.store(out_ref.at[b, kv, block, member], scale * score * LOG2_E, mask=block < blocks)
-        for column in range(groups, count, groups):  # Missing heads get zeros.
-            mask = (block < blocks) & (member + column < count)
-            plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros(each, jnp.float32), mask=mask)
+        member, count = lax.rem(n, jnp.int32(groups)), out_ref.shape[-1]
+
+        def store(score: Array) -> None:
+            if not arranged:
+                plt.store(out_ref.at[b, n, block, 0], score, mask=block < blocks)
+                return
+            plt.store(out_ref.at[b, kv, block, member], score * LOG2_E, mask=block < blocks)
+            for column in range(groups, count, groups):  # Missing heads get zeros.
+                mask = (block < blocks) & (member + column < count)
+                plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros_like(score), mask=mask)
+
+        @pl.when(first_block < own)
+        def _() -> None:
+            pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(half))), 1)
+            products = multiply(jnp.zeros((1, 1), jnp.int32), True, pairs)
+            of_blocks = load_turns(turns_refs[0], pairs)
+            parts = ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True))
+            store(scale * functools.reduce(jnp.add, parts))
+
+        @pl.when(first_block >= own)
+        def _() -> None:
+            store(jnp.zeros(each, jnp.float32))
+
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
     there = (token >= 0) & (token < T)
 
     @pl.when(first_block <= own)
     def _() -> None:
+        slices = [first + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1) for first in range(0, half, PAIRS)]
+        products = [multiply(token[:, None], there[:, None], pairs) for pairs in slices]
+        sizes = [jnp.abs(x).max(1) for x in itertools.chain(*products)]
+        largest = jnp.maximum(functools.reduce(jnp.maximum, sizes), SMALLEST)
         score = jnp.zeros((each, GAIN_BLOCK), jnp.float32)
-        for first_pair in range(0, half, PAIRS):
-            pairs = first_pair + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1)
-            factors = load_factors(token[:, None], there[:, None], pairs)
-            for x, y in zip(*factors, strict=True):
-                score += lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
+        for pairs, both in zip(slices, products, strict=True):
+            highs, lows = (load_turns(ref, pairs) for ref in turns_refs)
+            for high, low, product in zip(highs, lows, both, strict=True):
+                first, second = split_in_two(product * (1 / largest)[:, None])
+                for x, y in ((high, first), (high, second), (low, first)):
+                    score += _multiply(x, y)
         needed = ((block <= own) & (block < blocks))[:, None] & there[None]
-        plt.store(out_ref.at[b, n, block[:, None], token[None]], scale * score, mask=needed)
+        plt.store(out_ref.at[b, n, block[:, None], token[None]], score * (scale * largest)[None], mask=needed)
+
+
+def _multiply(x: Array, y: Array) -> Array:
+    """Return x yᵀ in float32."""
+    contracted = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, y, contracted, preferred_element_type=jnp.float32)
