@@ -9,8 +9,8 @@ then cost 2 H FLOP, three times over, and 4 bytes of the result. A program reads
 query once. A program whose blocks all come after its tokens exits, or writes zeros for a single token.
 
 For several tokens both factors are sums of two float16 numbers, and three products of these parts are added.
-That has 22 bits, as with TensorFloat32, at half of the instructions and of the shared memory. The products of
-a token are relative to their largest, so that none exceeds the range of float16.
+That has 21 bits, nearly as with TensorFloat32, at half of the instructions and of the shared memory. The
+products of a token are relative to their largest, so that none exceeds the range of float16.
 
 Scores are relative to the block of the query's own position. So nearly all terms are small, although the mean
 is large, and the products of slow coordinates lose no digits. `zdc_jax.ops.shift` explains the mathematics.
@@ -36,12 +36,12 @@ from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, plt
 
-BLOCKS = 64
+BLOCKS = 128
 """Blocks of a program with several tokens."""
 PAIRS = 64
 """Pairs of coordinates that such a program multiplies at a time."""
-WARPS = 4
-"""Warps of a program."""
+WARPS = 8
+"""Warps of such a program."""
 BLOCKS_OF_ONE = 64
 """Blocks of a program with a single token."""
 SMALLEST = 1e-30
@@ -59,6 +59,7 @@ def score_blocks(
     starts: Int[Array, " B"],
     *,
     scale: float,
+    ends: Int[Array, " B"] | None = None,
     num_heads: int | None = None,
     arranged: bool = False,
     interpret: bool = False,
@@ -74,6 +75,7 @@ def score_blocks(
       turns: factors for distances of 0, 1, … blocks, conjugated, float32. Those of distance 0 are zeros.
       starts: position of the first query of each sequence, int32; others follow.
       scale: factor on the scores.
+      ends: position at which padding begins, int32; default no padding. Padding may have any finite scores.
       num_heads: number of query heads N, if further heads follow them in `q`.
       arranged: whether to write scores of single queries as gains of the kernel for quantized keys
         (`arrange_gains`).
@@ -87,27 +89,32 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(q, mean, in_block, turns, starts, num_heads=num_heads, arranged=arranged)
+    check_score_blocks(q, mean, in_block, turns, starts, ends=ends, num_heads=num_heads, arranged=arranged)
     (B, T), N = q.shape[:2], num_heads or q.shape[2]
     K, blocks = mean.shape[0], turns.shape[0]
     shape = (B, K, blocks, columns_of(N // K)) if arranged else (B, N, blocks, T)
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
+    span = jnp.stack([starts, starts + T if ends is None else ends], 1)
     return pl.pallas_call(
         functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(tiles * pl.cdiv(blocks, each), N, B),
-        compiler_params=plt.CompilerParams(num_warps=WARPS),
+        compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
-    )(starts.astype(jnp.int32), q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
+    )(span.astype(jnp.int32), q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
 
 
 def split_in_two(x: Float[Array, "..."]) -> list[Array]:
-    """Return two float16 arrays whose sum is x to 22 bits, for magnitudes from 2^-13 to 2^15."""
-    high = x.astype(jnp.float16)
-    return [high, (x - high.astype(jnp.float32)).astype(jnp.float16)]
+    """Return two float16 arrays whose sum is x to 21 bits, for magnitudes from 2^-13 to 2^15.
+
+    The first has the leading bits of x. XLA could leave out a conversion to float16 and back.
+    """
+    leading = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 13)
+    high = lax.bitcast_convert_type(leading, jnp.float32)
+    return [high.astype(jnp.float16), (x - high).astype(jnp.float16)]
 
 
 def check_score_blocks(
@@ -117,6 +124,7 @@ def check_score_blocks(
     turns: Shaped,
     starts: Shaped,
     *,
+    ends: Shaped | None = None,
     num_heads: int | None = None,
     arranged: bool = False,
 ) -> None:
@@ -133,6 +141,8 @@ def check_score_blocks(
     common.check_shape("in_block", in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
     common.check_shape("turns", turns, (None, H), "blocks, H")
     common.check_integers("starts", starts, (B,), "B")
+    if ends is not None:
+        common.check_integers("ends", ends, (B,), "B")
     common.check_sizes(B=B, T=T, N=N, blocks=turns.shape[0])
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
@@ -150,7 +160,7 @@ def check_score_blocks(
 
 
 def _kernel(
-    starts_ref: Any,
+    span_ref: Any,
     q_ref: Any,
     mean_ref: Any,
     in_block_ref: Any,
@@ -168,7 +178,7 @@ def _kernel(
     n, b = pl.program_id(1), pl.program_id(2)
     kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
     tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
-    start = starts_ref[b]
+    start, end = span_ref[b, 0], span_ref[b, 1]
     own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
     block = first_block + lax.iota(jnp.int32, each)
     distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
@@ -220,7 +230,15 @@ def _kernel(
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
     there = (token >= 0) & (token < T)
 
-    @pl.when(first_block <= own)
+    def store_all(scores: Array) -> None:
+        needed = ((block <= own) & (block < blocks))[:, None] & there[None]
+        plt.store(out_ref.at[b, n, block[:, None], token[None]], scores, mask=needed)
+
+    @pl.when((first_block <= own) & (own * GAIN_BLOCK >= end))
+    def _() -> None:
+        store_all(jnp.zeros((each, GAIN_BLOCK), jnp.float32))
+
+    @pl.when((first_block <= own) & (own * GAIN_BLOCK < end))
     def _() -> None:
         slices = [first + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1) for first in range(0, half, PAIRS)]
         products = [multiply(token[:, None], there[:, None], pairs) for pairs in slices]
@@ -233,8 +251,7 @@ def _kernel(
                 first, second = split_in_two(product * (1 / largest)[:, None])
                 for x, y in ((high, first), (high, second), (low, first)):
                     score += _multiply(x, y)
-        needed = ((block <= own) & (block < blocks))[:, None] & there[None]
-        plt.store(out_ref.at[b, n, block[:, None], token[None]], score * (scale * largest)[None], mask=needed)
+        store_all(score * (scale * largest)[None])
 
 
 def _multiply(x: Array, y: Array) -> Array:

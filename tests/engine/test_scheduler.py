@@ -186,6 +186,19 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert [(chunk.work is short, chunk.end - chunk.begin) for chunk in chunks] == [(True, 3), (False, 5)]
 
 
+def test_no_small_chunk_is_cut_from_a_text():
+    # Such a chunk would take a program of its own.
+    scheduler = scheduler_of(5, 8)
+    for work in (Work(tuple(range(i, i + length)), 1, salt=f"{i}") for i, length in enumerate((6, 7, 20))):
+        scheduler.add(work)
+    plans = [lengths(scheduler.plan()) for _ in range(5)]
+    assert plans == [[(0, 6)], [(0, 7)], [(0, 8)], [(8, 16)], [(16, 20)]]
+    works = [Work(tuple(range(length)), 1, salt=f"{length}") for length in (4, 11)]
+    for work in works:
+        scheduler.add(work)
+    assert lengths(scheduler.plan()) == [(0, 4), (0, 4)]
+
+
 def test_a_long_prompt_gets_on_however_many_short_ones_come():
     scheduler = scheduler_of(3, 8)
     long = Work(tuple(range(40)), 1)

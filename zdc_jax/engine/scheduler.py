@@ -317,6 +317,9 @@ class Scheduler:
 
         One chunk of each text is enough: chunks of different sequences may share a program, and the rest of a
         text is prefilled together with the next tokens of others.
+
+        A text waits for the next step if the tokens that are left would cut a small chunk from it. That chunk
+        would take a program of its own, whose start and weights cost more than its tokens.
         """
 
         def count_remaining(work: Work) -> int:
@@ -325,10 +328,11 @@ class Scheduler:
         def get_order(work: Work) -> tuple[int, int, int]:
             return (work.priority, count_remaining(work), work.arrival)
 
-        left = self.budget if self.waiting or len(self.running) > 1 else self.alone
+        budget = left = self.budget if self.waiting or len(self.running) > 1 else self.alone
         for work in sorted((work for work in self.running.values() if work.is_prefilling), key=get_order):
             count = self._choose_chunk_size(work, left)
-            if count > 0:
+            is_scrap = 2 * count < budget and count < self._choose_chunk_size(work, budget)
+            if count > 0 and not is_scrap:
                 left -= count
                 yield self._make_chunk(work, count)
             else:

@@ -98,7 +98,7 @@ class ShiftedQueries(NamedTuple):
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def block_scores(
-        self, slots: int, scale: float, *, on_kernel: bool = False
+        self, slots: int, scale: float, *, on_kernel: bool = False, ends: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T N blocks"]:
         """Return what the scaled scores of keys gain in each block of positions below `slots`.
 
@@ -109,10 +109,11 @@ class ShiftedQueries(NamedTuple):
           slots: number of positions.
           scale: factor on the scores.
           on_kernel: whether a kernel may compute them, where it can; positions must then be consecutive.
+          ends: position at which padding begins; padding may have any finite scores. None for no padding.
         """
         tables = self._tables(slots)
         if on_kernel and self._kernel_refusal(*tables) is None:
-            scores = score_blocks(self.q, *tables, self.positions[:, 0], scale=scale)
+            scores = score_blocks(self.q, *tables, self.positions[:, 0], scale=scale, ends=ends)
             return scores.transpose(0, 3, 1, 2)
         return score_products(self.products, tables[2], self.positions, scale=scale)
 

@@ -84,7 +84,7 @@ class Paged(LayerCacheSpec):
         if call.marks is not None:
             q, k = k.rotate(q, call.implementation)  # `write_tail` takes the stored form of keys.
         if table is not None:
-            k, call = move_shift(k, call, table.shape[1] * self.page)
+            k, call = move_shift(k, call, table.shape[1] * self.page, end)
         if not any(pooled):
             tail = None if call.marks is None else self._take_tail(state, k, v, positions, call.marks)
             return self.spec.attend(state, q, k, v, positions, end, aux, call)._replace(tail=tail)

@@ -87,7 +87,7 @@ class CodedFar(NearFar):
         aux: Any,
         call: Call,
     ) -> Attended:
-        k, call = move_shift(k, call, self.capacity(state.far))
+        k, call = move_shift(k, call, self.capacity(state.far), end)
         if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 (q, q_far, q_near), gains, written = stored

@@ -190,7 +190,7 @@ class NearFar(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far))
+        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far), end)
         if (joint := self.attend_jointly(state, q, k, v, positions, end, call)) is not None:
             return joint._replace(aux=aux)
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)

@@ -125,7 +125,7 @@ class PrefixRing(LayerCacheSpec):
         aux: object,
         call: Call,
     ) -> Attended:
-        k, call = move_shift(k, call, self.capacity(state))
+        k, call = move_shift(k, call, self.capacity(state), end)
         sinks, window = state.near if self._reads_near(q, v) else (0, 0)
         implementation = self._choose_implementation(state, q, v, call)
         on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill

@@ -82,15 +82,16 @@ class Call:
     marks: Array | None = None
 
 
-def move_shift(k: NewKeys, call: Call, slots: int) -> tuple[NewKeys, Call]:
+def move_shift(k: NewKeys, call: Call, slots: int, end: Array | None = None) -> tuple[NewKeys, Call]:
     """Return keys and call with the shift of the keys as `block_scores` of the call.
 
-    `slots` is the capacity of the cache in positions. Without a shift, both are unchanged. Compiled programs
-    compute only the form of the scores that they use.
+    `slots` is the capacity of the cache in positions, and `end` where padding begins. Without a shift, keys
+    and call are unchanged. Compiled programs compute only the form of the scores that they use.
     """
     if k.shift is None:
         return k, call
-    scores = k.shift.block_scores(slots, call.scale, on_kernel=call.implementation != "xla")
+    on_kernel = call.implementation != "xla"
+    scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=end)
     arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale)
     return k._replace(shift=None), replace(call, block_scores=scores, arranged_scores=arranged)
 
