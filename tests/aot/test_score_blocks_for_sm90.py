@@ -28,4 +28,5 @@ def test_writes_scores_alone(T):
         compiled = jax.jit(score).trace(*given).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes <= 4 * N * BLOCKS * T + 64
-    assert memory.temp_size_in_bytes <= 1024
+    halves = 2 * 2 * BLOCKS * H if T > 1 else 0  # Factors in two parts, which layers share.
+    assert memory.temp_size_in_bytes <= halves + 2048
