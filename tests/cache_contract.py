@@ -156,7 +156,6 @@ FAST = (
     "coded, near tokens too",
     "kivi of a rank",
     "oscar",
-    "token classes and window",
 )
 """One entry for each code path; `make test` runs these, `make test-all` runs all."""
 

@@ -142,6 +142,12 @@ def reference_data() -> Path | None:
     return folder if folder.exists() else None
 
 
+@pytest.fixture(autouse=True)
+def first_calls_checked() -> None:
+    """Check the first calls of each test."""
+    shape_checks.calls.clear()
+
+
 @pytest.fixture
 def shapes_unchecked() -> Iterator[None]:
     """Switch shape checks off, for tests of our own refusals of wrong shapes."""

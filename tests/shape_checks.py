@@ -1,8 +1,12 @@
 """Run-time checks of shape annotations in tests, for functions that have them.
 
-Dataclasses are not checked, because JAX rebuilds tree dataclasses with leaves of any kind.
+Each test checks the first calls of a function. Layers repeat the others, and checking all calls would take a
+seventh of the suite's time. Dataclasses are not checked, because JAX rebuilds tree dataclasses with leaves of
+any kind.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +26,10 @@ PACKAGES = (
 """Packages whose JAX arrays are checked. Checks would cost too much in the loops of planning."""
 
 
+CHECKED_CALLS = 2
+"""Calls of each function that a test checks."""
+calls: Counter[Callable[..., Any]] = Counter()
+"""Calls of the running test so far, up to `CHECKED_CALLS`."""
 jaxtyped = jaxtyping.jaxtyped
 
 
@@ -34,7 +42,21 @@ def shaped(function: Any) -> bool:
 
 def jaxtyped_where_shaped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     """Replace `jaxtyped`, which would wrap all functions at a tenth of the suite's time."""
-    return lambda function: jaxtyped(function, typechecker=typechecker) if shaped(function) else function
+    return lambda function: check_first_calls(function, typechecker) if shaped(function) else function
+
+
+def check_first_calls(function: Callable[..., Any], typechecker: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with checks of its first calls in each test."""
+    checked = jaxtyped(function, typechecker=typechecker)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if calls[function] >= CHECKED_CALLS:
+            return function(*args, **kwargs)
+        calls[function] += 1
+        return checked(*args, **kwargs)
+
+    return call
 
 
 def install() -> None:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
-from shape_checks import jaxtyped_where_shaped
+from shape_checks import calls, jaxtyped_where_shaped
 
 from zdc_jax.cache.specs.spec import put_rows
 
@@ -13,6 +13,9 @@ def test_sizes_of_one_name_must_agree():
         return put_rows(jnp.zeros((2, 3, 5, 4)), jnp.ones((2, 1, 3, 4)), jnp.zeros(2, int), kept)
 
     rows(jnp.ones((2, 1), bool))
+    with pytest.raises(TypeCheckError):
+        rows(jnp.ones((3, 1), bool))
+    calls.clear()
     with pytest.raises(TypeCheckError):
         rows(jnp.ones((3, 1), bool))
 

@@ -8,6 +8,7 @@ from conftest import LLAMA, TinyModel
 from benchmarks.serving.bench_decode_loop import Options, main, parse_case
 
 
+@pytest.mark.full
 def test_cases_are_timed_with_the_tokens_of_each_step(tmp_path):
     TinyModel(LLAMA).write(tmp_path / "model")
     main(Options(tmp_path / "model", case=("3/1/384",), held=100, repeats=2, results=tmp_path))

@@ -221,14 +221,8 @@ def test_a_token_of_shifted_keys_that_one_kernel_turns(plain, caplog, in_pages):
     check(SPECS["near tokens, too"], caplog, unturned=True, in_pages=in_pages, shifted=True)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "unturned"),
-    [
-        (None, True),
-        pytest.param(None, False, marks=pytest.mark.full),
-        pytest.param("xla", False, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("implementation", "unturned"), [(None, True), (None, False), ("xla", False)])
+@pytest.mark.full
 def test_the_first_of_more_sequences_decode_without_copies_of_their_rings(
     plain, unturned, implementation, monkeypatch
 ):

@@ -380,6 +380,7 @@ def test_slots_that_are_not_there_count_for_nothing(interpreted):
         np.testing.assert_array_equal(found, same)
 
 
+@pytest.mark.full
 def test_a_list_that_begins_with_what_does_not_count(interpreted):
     it = Case(*SHAPES[1], S=192)
     it.slots = np.broadcast_to(np.r_[np.full(70, 192), 0:60, 100:190], (3, 2, 220))
@@ -395,7 +396,7 @@ def test_pages_are_read_as_rows(interpreted, page, splits):
 
 
 @pytest.mark.parametrize("page", [64, 29])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_list_is_of_slots_in_pages(interpreted, page):
     # Slots are in pages of their own row, in other pages, and in none.
     it = Case(*SHAPES[1], S=6 * page)
@@ -404,6 +405,7 @@ def test_a_list_is_of_slots_in_pages(interpreted, page):
     it.check_pages(page, config=CodedConfig(splits=2))
 
 
+@pytest.mark.full
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     # Relative to the first block, the key's weight e^1000 exceeds float32.
     it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)

@@ -246,7 +246,7 @@ def test_other_widths(interpreted, kind):
 
 
 @pytest.mark.parametrize("heads", HEADS[:2])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_more_parts_than_blocks(interpreted, heads):
     Case((64, 4), heads, S=512).check(config=ScanConfig(256, splits=5))
 
@@ -260,7 +260,7 @@ def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it, config = Case((32, 4), heads, S=256), ScanConfig(128, splits=2)
     sound = it.index
@@ -294,7 +294,7 @@ def test_slots_that_are_none_count_for_nothing(interpreted, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_blocks_of_several_tokens_a_thread(interpreted, heads):
     # Some blocks are whole, and spans begin or end within others.
     it = Case((32, 4), heads, S=2048)
@@ -309,6 +309,7 @@ def test_pages_are_read_as_rows(interpreted, heads, page, block):
     Case((32, 4), heads, S=1024).check_pages(page, ScanConfig(block, splits=2))
 
 
+@pytest.mark.full
 def test_a_negative_scale(interpreted, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", -SCALE)
     Case((32, 4), (4, 2), S=256).check(config=ScanConfig(128, splits=2))

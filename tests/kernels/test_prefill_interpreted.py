@@ -104,6 +104,7 @@ def test_in_turns(config, starts):
 
 
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
+@pytest.mark.full
 def test_listed_blocks_in_turns():
     B, T, S, N, K, blocks = 1, 200, 600, 2, 2, (128, 64)
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
@@ -184,7 +185,7 @@ def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
 
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=56), PrefillConfig(128, 2, 2, turns=112)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_near_keys_alone_in_turns(config):
     near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
 
@@ -198,6 +199,7 @@ def test_near_and_far_keys(case, config):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.full
 def test_near_and_far_keys_in_pages():
     near_and_far(130, (257, 640), (130, 90), 128, 4, PrefillConfig(64, 2, 2), page=128)
 

@@ -257,6 +257,7 @@ def test_a_plan_file_names_shifted_layers(tmp_path):
 
 @pytest.mark.parametrize("T", [1, 5, 130])
 @pytest.mark.parametrize("H", [128, 96])
+@pytest.mark.matrix("128-1", "96-5", "96-130")
 def test_the_kernel_scores_blocks_as_xla_does(H, T):
     rng, starts, blocks = np.random.default_rng(T), np.array([63, 4096]), 70
     frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))

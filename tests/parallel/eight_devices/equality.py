@@ -62,7 +62,6 @@ CASES |= {
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
 @pytest.mark.matrix(
-    "ranks-MHA-ring",
     "window and sinks-GQA-ulysses",
     "window and sinks-MHA-all_gather",
     "window of several devices-MQA-ulysses",
