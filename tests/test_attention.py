@@ -95,6 +95,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
+@pytest.mark.full
 def test_half_precision_loses_what_its_dtype_loses():
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(T=48))
     expected, _ = truth(q, k, v, qk_rank=16, v_rank=16, sinks=2, window=8)

@@ -100,6 +100,7 @@ def test_a_row_does_not_depend_on_which_it_is(it, x):
     assert_same(it.run(x[turned], schedule), it.run(x, RAGGED)[turned])
 
 
+@MATRIX
 def test_bytes_are_those_of_the_arrays(it):
     arrays, lengths = jax.tree.leaves(it.create()), ROWS * np.dtype(np.int32).itemsize
     fixed = sum(spec.fixed_bytes for spec in it.specs)

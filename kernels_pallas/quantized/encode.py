@@ -9,8 +9,7 @@ nine operations per scale tried: of two scales with 4 or more bits, else of eigh
 
 A program has some tokens of one KV head, and exits if all of them are padding. It finds the scale of each
 token in each plane, packs the levels and writes both to the token's slot. Only the new tokens are read and
-written. The code is that of
-`zdc_jax.cache.codes.fitted_integers.FittedIntegers`, which explains it.
+written. The code is that of `zdc_jax.cache.codes.fitted_integers.FittedIntegers`, which explains it.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_encode` raises, and XLA does the work.
 """

@@ -362,6 +362,7 @@ def test_what_kernels_do_not_choose_says_why(plain, change, message):
     run(spec, None)
 
 
+@pytest.mark.full
 def test_planes_of_a_split_are_two():
     coded = SPLIT.encode(jnp.ones((B, K, S, 1, H)))
     index, rest = kernel_planes([(SPLIT, coded)])

@@ -179,6 +179,7 @@ def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window, block_s
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seen", [0, 1, 129, 384, 385, 512])
 @pytest.mark.matrix("129-False")
+@pytest.mark.full
 def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
     monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
     monkeypatch.setattr(cache_attention, "dequantise", partial(dequantise, interpret=True))

@@ -155,6 +155,7 @@ def test_input_that_is_no_text_is_one_line(model, capsys, monkeypatch):
     assert error.startswith("error: standard input is not UTF-8: ")
 
 
+@pytest.mark.full
 def test_each_prompt_is_a_message(model, capsys):
     (first,), (second,) = talk(model, ["w3 w4"], system="w9"), talk(model, ["w8"], system="w9")
     assert main(["generate", model, "w3 w4", "w8", "--chat", "--system", "w9", *FEW]) == 0

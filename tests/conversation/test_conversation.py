@@ -230,6 +230,7 @@ def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     assert conversation.say("a") == before[1]["content"]
 
 
+@pytest.mark.full
 def test_a_template_that_rewrites_history_is_read_anew(plain, read):
     # This template removes text before an "e", like templates that remove thoughts.
     shorter = CHATML.replace(
@@ -256,6 +257,7 @@ def test_a_stop_string_ends_a_reply_and_leaves_more_in_the_cache(plain, read):
     assert read.prompts[2] == chat_prompt(plain, conversation.history[:-1])
 
 
+@pytest.mark.full
 def test_a_reply_that_is_not_read_to_its_end_counts_as_far_as_it_was(plain, read):
     whole = chat(plain, max_new_tokens=40, stop_tokens=()).say("the end")
     conversation = chat(plain, max_new_tokens=40, stop_tokens=())
@@ -304,6 +306,7 @@ def test_prompts_of_a_mesh_are_read_whole(plain):
     assert [conversation.turn.cached_tokens > 0 for conversation in conversations] == [True, False]
 
 
+@pytest.mark.full
 def test_lengths_beyond_calibration_are_said_when_the_cache_grows(plain):
     # The basis was calibrated on 64 tokens; a turn that fits gets no warning.
     model = replace(plain, basis=TinyModel(SHORT).basis())

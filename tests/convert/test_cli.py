@@ -274,6 +274,7 @@ def test_missing_packages_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: zdc needs scipy, tyro; run: pip install 'zdc-jax[tools]'\n"
 
 
+@pytest.mark.full
 def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     flags = ["--method", "quest", "--set", "page=8", "read=16", "--window", "8"]

@@ -25,6 +25,7 @@ def tiny() -> TinyModel:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
+@pytest.mark.matrix
 def test_a_plan_in_16_bits_writes_the_same_texts(tiny: TinyModel, protocol, monkeypatch):
     monkeypatch.setattr(module, "LONG_TOKENS", TOKENS)
     text = [Document("a", "".join(np.random.default_rng(i).choice(list("abc "), 99))) for i in range(60)]

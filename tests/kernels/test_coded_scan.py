@@ -52,6 +52,7 @@ def lower(kind, N, K, S, page=0, **options):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
+@pytest.mark.matrix
 def test_lowers(kind, heads):
     scores, lse = lower(kind, *heads, 640).out_info
     assert (scores.shape, lse.shape) == ((2, heads[1], 640), (2, heads[0]))
@@ -66,11 +67,13 @@ def test_lowers_with_pages(heads, page):
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.matrix
 def test_lowers_other_widths(kind):
     lower(kind, 8, 2, 640)
 
 
 @pytest.mark.parametrize("config", [ScanConfig(128, splits=1), ScanConfig(256, splits=7), ScanConfig(512)])
+@pytest.mark.matrix
 def test_lowers_with_a_config(config):
     lower((32, 4), 8, 2, 1024, config=config)
 

@@ -93,6 +93,7 @@ def test_lowers_with_two_ranks(R, Z, H, dtype):
     assert lower(f, *args).out_info[0].shape == (1, 77, 4, H)
 
 
+@pytest.mark.full
 def test_lowers_far_keys_alone():
     def f(q, k, v):
         return prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys="far")

@@ -75,6 +75,7 @@ def test_one_rank(config):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+@pytest.mark.matrix
 def test_scores_that_jump(dtype):
     B, T, S, N, R, Z, scale = 1, 128, 700, 1, 32, 48, 0.2
     q, k = jumping(B, T, S, N, N, R, scale, dtype)
@@ -239,6 +240,7 @@ def test_listed_blocks_of_a_query_that_ends_one(T, start):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.full
 def test_listed_blocks_in_pages():
     B, T, S, N, K, page, blocks = 1, 200, 512, 2, 1, 128, (64, 64)
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 32)

@@ -42,6 +42,7 @@ def test_rounds_as_the_code_does(bits, T):
     check(bits, T, 128, 64, interpret=True)
 
 
+@pytest.mark.full
 def test_widths_that_are_no_power_of_two():
     check(5, 20, 96, 80, dtype=jnp.float32, interpret=True)
 

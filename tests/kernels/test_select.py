@@ -174,7 +174,7 @@ def test_is_right(interpreted, case, k):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.matrix
+@pytest.mark.full
 def test_is_right_where_many_scores_agree(interpreted, kind):
     # As many scores as are selected, more, or all agree in the first one or two digits.
     Case(0, kind, 3 * BLOCK + 64, ((0.0, 1.0), (0.3, 0.95))).check(largest, 1024)

@@ -112,6 +112,7 @@ def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
 @pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.matrix("llama-False-balanced", "llama-False-pairs")
+@pytest.mark.matrix
 def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, center):
     if kind == "pairs" and not tiny.config.is_rotary:
         pytest.skip("pairs are for rotary models")
