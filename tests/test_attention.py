@@ -71,6 +71,7 @@ def run(q, k, v, qk_rank, v_rank, sinks, window):
     length=st.sampled_from([1, 7, 24]),
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
 )
+@pytest.mark.full
 def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads):
     if qk_rank == 0:
         v_rank = 0

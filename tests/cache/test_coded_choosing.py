@@ -105,7 +105,7 @@ def by_loops(spec: CodedChoosing) -> np.ndarray:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_queries_read_what_loops_choose(spec, pieces):
     expected = by_loops(spec)
     found, aux, _ = run(spec, *tokens(), pieces)

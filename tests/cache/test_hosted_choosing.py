@@ -104,6 +104,7 @@ def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
     np.testing.assert_array_equal(np.asarray(put)[:, :-1], expected)
 
 
+@pytest.mark.full
 def test_a_decoded_token_copies_no_store():
     # Without a barrier, XLA would keep the store twice in order to read before writing.
     spec = HostedChoosing(**GIVEN, index=8)

@@ -417,6 +417,7 @@ def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
     assert load(model, plan, basis=old).plan == plan
 
 
+@pytest.mark.full
 def test_contexts_beyond_the_calibration_warn(calibrated):
     compressed = load(calibrated, CompressionPlan.full(Checkpoint.open(calibrated).config))
     with pytest.warns(UserWarning, match="contexts of 64"):

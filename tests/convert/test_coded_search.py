@@ -168,6 +168,7 @@ def test_less_is_read_though_single_layers_were_not_all_measured():
     assert best.increase <= 0.8
 
 
+@pytest.mark.full
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
     # On average, less is then read though more may be stored. The limit is met as well.
     shares = []

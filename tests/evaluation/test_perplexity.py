@@ -58,6 +58,7 @@ def test_predictions_that_are_not_finite_are_refused(tiny_opt: TinyModel):
         predict(network, np.full((1, 8), 5, np.int32))
 
 
+@pytest.mark.matrix
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)

@@ -91,6 +91,7 @@ def test_a_reader_of_the_prompt_finds_the_references(name, length):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.matrix
 def test_prompt_and_answer_fill_the_context(name):
     made = task(name, length=2048, count=8)
     assert made.answer_tokens == BUDGETS[name.split("_")[0]]

@@ -101,6 +101,7 @@ def test_stop_tokens_end_their_row_only(model, prompts):
         assert (completion.finish_reason == "stop") == (stop in unstopped)
 
 
+@pytest.mark.full
 def test_stop_strings_are_trimmed(model, prompts):
     free = generate(model, prompts[0], 30, stop_tokens=()).completions[0]
     stop = free.text[17:20]

@@ -119,6 +119,7 @@ def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("C", WIDTHS)
+@pytest.mark.matrix
 def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
     # All of `rows` and `unpack` runs thread by thread, with numbers as registers.
     levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)

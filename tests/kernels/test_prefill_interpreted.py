@@ -117,8 +117,8 @@ def test_listed_blocks_in_turns():
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.matrix
 @pytest.mark.parametrize("ends", [(250, 550), (187, 400)])
+@pytest.mark.full
 def test_far_keys(ends):
     # Rows are whole, end early, or have no queries at all.
     B, T, S, N, K = 2, 150, 300, 2, 2
@@ -177,8 +177,8 @@ def test_near_keys_alone(case, sinks, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.matrix
 @pytest.mark.parametrize(("sinks", "starts"), [(0, (800, 600)), (4, (640, 900)), (4, (7, 50))])
+@pytest.mark.full
 def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
     # Blocks before all windows are skipped. Arrays of the first tokens begin long before any token.
     near_alone(140, starts, (140, 90), 400, sinks, 576, PrefillConfig(64, 2, 2))
@@ -228,7 +228,7 @@ def test_listed_blocks(blocks, warpgroups, starts):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_listed_blocks_of_a_query_that_ends_one(T, start):
     # If a tile's only query is the last of a block of keys, no block needs a mask.
     q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)

@@ -90,7 +90,7 @@ def cases(*slots: int):
 
 
 @pytest.mark.parametrize(("S", "k"), [(64, 128), (BLOCK + 64, 1024), (2**20, 4096)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lowers(S, k):
     row = shape(B, dtype=jnp.int32)
     traced = jax.jit(largest, static_argnames="k").trace(shape(B, K, S), row, row, k=k)

@@ -70,7 +70,7 @@ def test_scales_are_powers_of_two_with_headroom():
 
 @pytest.mark.parametrize("kind", ["q", "k", "v", "o"])
 @pytest.mark.parametrize("width", [1, 8, 20, 32, 64, 80])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_codes_arrive_as_in_float64(kind, width):
     # Exceptions are numbers midway between two levels, and scales with equal errors.
     form = getattr(Formats.coded(width, width), kind)
@@ -104,7 +104,7 @@ def test_what_is_zero_or_no_number():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_what_arrives_is_no_shorter(bits):
     # Products of vectors with what arrives are unbiased; with the nearest levels, they lose 4 % at 3 bits.
     x = np.random.default_rng(0).normal(size=(1, 4000, 1, 64)).astype(np.float32)
