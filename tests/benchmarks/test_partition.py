@@ -108,6 +108,7 @@ def test_attention_is_shared_as_the_closed_form(devices):
     "link", [FREE, lambda end: 1e-4 * end, lambda end: 4e-3 * end], ids=["free", "fast", "slow"]
 )
 @pytest.mark.parametrize("cost", [ATTENTION, ChunkCost(1e-3, 2e-4, 3e-5, 1e-5)], ids=["attention", "all"])
+@pytest.mark.matrix
 def test_search_as_brute_force(cost, link):
     length, devices = 48, 4
 

@@ -109,7 +109,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_pieces_and_then_tokens(name):
     # Sequences have different lengths. In the end, 38 to 72 tokens are far, for 16 slots.
     case = Case(name)

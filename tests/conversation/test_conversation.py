@@ -296,6 +296,7 @@ def test_a_refused_turn_leaves_the_conversation_as_it_was(plain, read):
     assert read.held[1] > 0
 
 
+@pytest.mark.full
 def test_prompts_of_a_mesh_are_read_whole(plain):
     mesh = MeshConfig(sequence=1).create()
     model = replace(plain, network=plain.network.on_mesh(mesh))

@@ -111,6 +111,7 @@ def full_greedy(start, list_neighbors, size, increase, limit):
 
 @pytest.mark.parametrize("limit", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.matrix
 def test_the_descent_is_the_greedy_one_in_a_fraction_of_the_trials(seed, limit):
     # Prices rise along the path, as for convex losses of each number.
     rng = np.random.default_rng(seed)

@@ -84,6 +84,7 @@ LONGER = ("niah_multikey_3", *SOLVERS)
 
 
 @pytest.mark.parametrize(("name", "length"), [*((n, 2048) for n in RECIPES), *((n, 8192) for n in LONGER)])
+@pytest.mark.matrix
 def test_a_reader_of_the_prompt_finds_the_references(name, length):
     for prompt, references in prompts(name, length=length):
         assert SOLVERS.get(name, solve_needles)(prompt) == set(references)

@@ -83,7 +83,7 @@ def test_lowers(R, Z, T, S, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lowers_with_two_ranks(R, Z, H, dtype):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
@@ -102,7 +102,7 @@ def test_lowers_far_keys_alone():
 
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lowers_near_keys_alone(H, sinks):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)

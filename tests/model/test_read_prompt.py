@@ -33,6 +33,7 @@ def test_a_prompt_sees_itself_as_the_unmodified_model_does(config, method):
     assert cache.bytes() == network.plan.bytes(48, 2, "float32")
 
 
+@pytest.mark.full
 def test_what_is_left_is_the_cache_that_pieces_leave():
     # At full rank, both ways of reading give the same cache, and so the same next tokens.
     network = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA)).network

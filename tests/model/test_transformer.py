@@ -75,7 +75,7 @@ def test_refusals_of_a_network_on_one_device_and_on_a_mesh(tiny: TinyModel):
         network.on_mesh(MeshConfig().create()).read_prompt(tokens, end, capacity=8)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_row_does_not_see_its_batch(tiny: TinyModel):
     plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)
     network = tiny.model(plan).network
@@ -132,7 +132,7 @@ def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, cen
     assert np.abs(cached_keys(rotated) - cached_keys(tiny.dense)).max() > 0.1
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_truncation_costs_what_was_truncated(tiny: TinyModel):
     # With fewer coordinates the error grows; a window reduces it.
     tokens = jnp.asarray(tiny.tokens(2, 64))
