@@ -3,9 +3,9 @@
     python -m benchmarks.serving.compare_answers --model CONVERTED --hf FOLDER --texts heldout/
 
 `FOLDER` has the same weights in Hugging Face's form, for vLLM. Prompts of the continuations are token ids, so
-that all servers read the same. Rows of continuations compare each system with the first one: the number of
-equal answers, and the mean share of tokens before the first difference. They are compared as text, divided by
-the tokenizer of the converted folder.
+that all servers read the same. Rows of continuations compare each system with the first one that answered
+(`reference`): the number of equal answers, and the share of tokens before the first difference in each. Answers
+are compared as text, divided by the tokenizer of the converted folder.
 
 A tool call has a long text, a fact at a random place in it, and a function that the model must call with that
 fact. The function is named in the request, so that every answer is JSON of its schema. It is right if all
@@ -70,7 +70,7 @@ class Options:
       model: converted folder.
       texts: files and folders of text.
       hf: Hugging Face folder of the same weights, for vLLM.
-      systems: systems to ask; continuations are compared with those of the first.
+      systems: systems to ask, in this order.
       plan: plan of `ours-plan`, a preset or a file.
       continuations: number of continuations.
       prompt: tokens of each of their prompts.
@@ -164,7 +164,7 @@ def ask_call(port: int, call: Call) -> dict[str, Any] | None:
 
 
 def compare_texts(found: list[str], wanted: list[str], tokenizer: Any) -> Row:
-    """Return how many texts are equal, and the mean share of tokens before the first difference."""
+    """Return how many texts are equal, and for each the share of tokens before the first difference."""
     shares = []
     for pair in zip(found, wanted, strict=True):
         ours, theirs = (tokenizer.encode(text, add_special_tokens=False).ids for text in pair)
@@ -193,6 +193,8 @@ def main(options: Options) -> None:
     """Ask all systems, and write the rows after each."""
     checkpoint = Checkpoint.open(options.model)
     tokenizer, documents = checkpoint.tokenizer(), list(read_documents(options.texts))
+    if tokenizer is None:
+        raise SystemExit(f"--model {options.model}: has no tokenizer; convert the model with its tokenizer")
     longest = max(options.prompt, options.context) + options.answer + ROOM
     limits = Limits(longest, 8, options.memory, options.calls + options.continuations, options.dtype)
     systems = [make_system(name, options, limits) for name in options.systems]
@@ -204,14 +206,15 @@ def main(options: Options) -> None:
     calls = make_calls(cut(options.context, options.calls), tokenizer, options.seed) if options.calls else []
     settings = {key: str(value) for key, value in asdict(options).items() if key not in ("results", "name")}
     settings["model"] = options.model.resolve().name
-    rows, first, where = [], None, ask_environment()
+    rows, reference, where = [], None, ask_environment()
     for system in systems:
         row: Row = {"system": system.name, "command": system.command, "commit": commit()}
         try:
             with run_server(system, options.start_seconds) as server:
                 texts = [continue_greedily(server.port, each.tolist(), options.answer) for each in prompts]
-                first = first or texts
-                row["continuations"] = compare_texts(texts, first, tokenizer)
+                reference = reference or (system.name, texts)
+                row["reference"] = reference[0]
+                row["continuations"] = compare_texts(texts, reference[1], tokenizer)
                 if calls and system.name.startswith("ours"):
                     right = [ask_call(server.port, call) == call.arguments for call in calls]
                     row["calls"] = {"right": sum(right), "of": len(right), "each": right}

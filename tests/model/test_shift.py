@@ -310,16 +310,15 @@ def test_arranged_scores_are_of_single_queries():
     assert reason == "num_heads=5: must be from 1 to 4, the heads of q"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2048])
-@pytest.mark.parametrize("start", [0, 100, 131072 - 4096])
-def test_the_kernel_scores_blocks_on_the_device(start, T):
+def check_scores_of_a_large_mean(start, T, **kernel):
+    """Compare the kernel with float64 for a mean as in Qwen2.5; return the shift and the scores."""
     rng, blocks = np.random.default_rng(T), (start + T) // BLOCK + 2
     mean = qwen_like_mean(rng)
     q = rng.normal(size=(1, T, 4, 128)) * 3
     positions = jnp.int32(start + np.arange(T)[None])
     shift = ShiftedQueries(jnp.float32(q), positions, jnp.float32(mean), FREQUENCIES)
-    found = np.asarray(shift.block_scores(blocks * BLOCK, 128**-0.5, on_kernel=True))
+    scores = score_blocks(shift.q, *shift._tables(blocks * BLOCK), positions[:, 0], scale=128**-0.5, **kernel)
+    found = np.asarray(scores.transpose(0, 3, 1, 2))
     # Float64 scores of single keys at the centers of blocks.
     centers = np.arange(blocks) * BLOCK + CENTER
     angles = (np.asarray(positions)[0][:, None, None] - centers[:, None]) * FREQUENCIES
@@ -330,7 +329,20 @@ def test_the_kernel_scores_blocks_on_the_device(start, T):
     seen = np.broadcast_to((np.arange(blocks) <= own[:, None])[:, None], want.shape)
     assert np.abs(found[0] - want)[seen].max() < 0.01
     assert np.ptp(want[seen]) > 1 or start < 1000
+    return shift, found
+
+
+@pytest.mark.parametrize("T", [1, 66])
+def test_the_kernel_scores_a_large_mean_far_away(T):
+    check_scores_of_a_large_mean(131072 - 4096, T, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2048])
+@pytest.mark.parametrize("start", [0, 100, 131072 - 4096])
+def test_the_kernel_scores_blocks_on_the_device(start, T):
+    shift, found = check_scores_of_a_large_mean(start, T)
     if T == 1:
-        heads = jnp.concatenate([shift.q, 9 + shift.q], 2)
-        arranged = shift.arranged_scores(heads, slots=blocks * BLOCK, scale=128**-0.5)
+        heads, slots = jnp.concatenate([shift.q, 9 + shift.q], 2), found.shape[-1] * BLOCK
+        arranged = shift.arranged_scores(heads, slots=slots, scale=128**-0.5)
         np.testing.assert_array_equal(arranged, arrange_gains(jnp.asarray(found[:, 0]), 2))
