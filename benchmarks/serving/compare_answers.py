@@ -4,8 +4,8 @@
 
 `FOLDER` has the same weights in Hugging Face's form, for vLLM. Prompts of the continuations are token ids, so
 that all servers read the same. Rows of continuations compare each system with the first one that answered
-(`reference`): the number of equal answers, and the share of tokens before the first difference in each. Answers
-are compared as text, divided by the tokenizer of the converted folder.
+(`reference`): the number of equal answers, and the share of tokens before the first difference in each.
+Answers are compared as text, divided by the tokenizer of the converted folder.
 
 A tool call has a long text, a fact at a random place in it, and a function that the model must call with that
 fact. The function is named in the request, so that every answer is JSON of its schema. It is right if all

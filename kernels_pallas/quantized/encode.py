@@ -121,7 +121,8 @@ def _launch(
 ) -> Sequence[Sequence[Arrays]]:
     """Launch `encode` on checked arguments; `arrays` are those of all planes."""
     B, T, K, _ = x[0].shape
-    rows = min(TOKENS, pl.next_power_of_2(T))
+    # Interpreted stores write the old value where a mask is false, and padding may share slots with tokens.
+    rows = 1 if interpret and block_table is not None else min(TOKENS, pl.next_power_of_2(T))
     before = 1 + len(x) + (block_table is not None)
     _, _, S = rows_of(arrays[0][0].reach, block_table)
     span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
