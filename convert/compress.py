@@ -1,8 +1,8 @@
 """One command from a checkpoint to a judged plan: conversion, calibration, choice and judgement (ours).
 
 A search finds the smallest plan within the limits (`convert.search.coded_search`). It is then judged on text
-that neither the calibration nor the search has read. If it fails there, larger plans of the search are
-judged, and then the uniform plans of `FALLBACKS`.
+that neither the calibration nor the search has read. If it fails there, larger plans of the search and the
+presets of `FALLBACKS` are judged, the smallest first.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from zdc_jax.files import load_json, whole_file
 from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load, stored_basis
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.presets import PLAN_FILE, coded_plan
+from zdc_jax.presets import PLAN_FILE, coded_plan, preset_settings
 
 LEAST_CONTEXT = 1024
 """Shortest context in tokens. The questions of all tasks need several hundred."""
@@ -49,8 +49,8 @@ SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
 SAFER = (0.6, 0.3)
 """Shares of the limits that the larger plans of the search use, which are judged if the best one fails."""
-FALLBACKS = {"4bit": 4, "8bit": 8}
-"""Bits of all keys and values in the plans that are judged last."""
+FALLBACKS = ("3bit", "4bit", "8bit")
+"""Presets that are judged if smaller plans of the search fail."""
 JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
 """Splits of the text on which plans are measured."""
 SPEED_TOKENS = 32
@@ -294,9 +294,9 @@ def _search(
     with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
         plans["searched"] = books.simulated.bind(search.run().plan)
         plans |= {f"searched, {share:.0%} of the limits": plan for share, plan in search.list_safer(SAFER)}
-    for name, bits in FALLBACKS.items():
-        plans[name] = coded_plan(checkpoint, basis, {"bits_k": bits, "bits_v": bits})
-    return plans
+    for name in FALLBACKS:
+        plans[name] = coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
+    return dict(sorted(plans.items(), key=lambda item: item[1].bytes(material.context)))
 
 
 def _prepare(

@@ -154,7 +154,10 @@ def test_the_whole_command(tmp_path):
     assert not outcome.within or (plan.increase <= 0.05 and (plan.worst is None or plan.worst >= 0.95))
     assert any(line.startswith("best so far: ") for line in said)
     state = json.loads((tmp_path / "model" / "compress.json").read_text())
-    assert [*state["plans"]][-2:] == ["4bit", "8bit"]
+    assert {"3bit", "4bit", "8bit"} <= {*state["plans"]}
+    plans = [CompressionPlan.from_json(plan, tmp_path) for plan in state["plans"].values()]
+    sizes = [plan.bytes(1024) for plan in plans]
+    assert sizes == sorted(sizes)
     assert state["done"]
     assert plan.name in state["reports"]
 
