@@ -19,6 +19,7 @@ from zdc_jax.engine import choosing, programs
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import CHUNK_HEADER, PrefillState, with_table
 from zdc_jax.engine.runner import MAX_CHUNKS
+from zdc_jax.generation.chunks import BETWEEN_POWERS
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
@@ -194,6 +195,22 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     assert memory.alias_size_in_bytes == sum(pools)
     assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", BETWEEN_POWERS)
+@pytest.mark.parametrize("name", ["dense", "coded near"])
+def test_chunks_between_powers_of_two_take_the_kernels_of_others(on_kernels, name, width):
+    plan, kernels = PLANS[name]
+
+    def run(width):
+        step = partial(programs.prefill_and_decode, 1, width, ROWS)
+        return program(plan, step, (CHUNK_HEADER + width + ROWS * (1 + WIDTH),), prefills=True)[:2]
+
+    (found, step), (others, _) = run(width), run(1024)
+    assert has(found, kernels | {"zdc_prefill"}), found
+    assert len(found) == len(others)
+    assert not WAITING.search(step.as_text())
 
 
 @pytest.mark.aot

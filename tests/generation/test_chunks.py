@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 
-from benchmarks.model.models import LLAMA_3_8B, QWEN_1_5B
+from benchmarks.model.models import LLAMA_2_13B, LLAMA_3_8B, QWEN_1_5B
 from zdc_jax.generation import chunks
 from zdc_jax.generation.chunks import (
     MOST_PADDING,
@@ -14,6 +14,7 @@ from zdc_jax.generation.chunks import (
     choose_chunk_tokens,
     choose_step_tokens,
     divide_prompt,
+    list_widths,
 )
 from zdc_jax.loading import LanguageModel
 
@@ -56,8 +57,17 @@ def test_a_step_of_a_small_model_on_a_gpu_reads_more_tokens(monkeypatch):
     assert choose_step_tokens(QWEN_1_5B) == 512
     monkeypatch.setattr(chunks.jax, "default_backend", lambda: "gpu")
     assert choose_step_tokens(QWEN_1_5B) == 8192
-    assert choose_step_tokens(LLAMA_3_8B) == 2048
+    assert choose_step_tokens(LLAMA_3_8B) == 8192
+    assert choose_step_tokens(LLAMA_2_13B) == 4096
     assert choose_step_tokens(LLAMA) == 8192
+
+
+def test_widths_on_a_gpu_have_little_padding(monkeypatch):
+    assert list_widths(512) == [32, 64, 128, 256, 512]
+    monkeypatch.setattr(chunks.jax, "default_backend", lambda: "gpu")
+    assert list_widths(2048) == [128, 256, 512, 768, 1024, 1536, 2048]
+    assert list_widths(768 * 4 // 3) == [128, 256, 512, 768, 1024]
+    assert list_widths(64) == [64]
 
 
 def test_a_chunk_is_as_long_as_free_memory_allows(monkeypatch):

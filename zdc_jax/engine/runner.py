@@ -43,7 +43,7 @@ from zdc_jax.engine.programs import (
 )
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
-from zdc_jax.generation.chunks import bucket
+from zdc_jax.generation.chunks import bucket, list_widths
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.packed_parameters import WIDTH
@@ -185,7 +185,7 @@ class Runner:
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = network.on_all_devices
         self.steps = steps or (STEPS if self._where or jax.default_backend() == "gpu" else 1)
-        self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
+        self._widths = sorted({min(width, layout.capacity) for width in list_widths(chunk)}, reverse=True)
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
         self.cuts = not self.together or network.reproducible
@@ -476,8 +476,9 @@ class Runner:
                 self.alone = min(self.alone, max(widest, long[name] // 2))
 
     def _pad_width(self, tokens: int) -> int:
-        """Return the width of the program for a chunk: a power of two, at most the capacity."""
-        return min(bucket(tokens), self.layout.capacity)
+        """Return the width of the program for a chunk, at most the capacity."""
+        fitting = (width for width in self._widths if width >= tokens)
+        return min(fitting, default=min(bucket(tokens), self.layout.capacity))
 
 
 def _choose_decode_options(network: Transformer, layout: Layout) -> dict[str, Any]:

@@ -19,10 +19,10 @@ MOST_OF_STEP = 8192
 """Most prompt tokens of an engine's step by default."""
 CPU_STEP = 512
 """Prompt tokens of an engine's step by default where there is no GPU. Each width takes seconds to compile."""
-STEP_FLOPS = 3e13
-"""Floating-point operations of an engine's step by default, estimated at 60 ms of an H100.
+STEP_FLOPS = 1.4e14
+"""Floating-point operations of an engine's step by default, about 0.2 s of an H100 (decision 0021).
 
-Running requests get one token in this time. Shorter steps leave the GPU waiting for the host.
+Running requests get one token in this time.
 """
 TOKENS_AT_ONCE = 32_768
 """Tokens of all sequences in one call of `generate` if memory allows.
@@ -31,6 +31,10 @@ On an H100, eight prompts of 8,000 tokens took 4 % longer with 16,384 tokens at 
 """
 MEMORY_SHARE = 0.25
 """Share of the free memory that one call may need."""
+SMALLEST_ON_GPU = 128
+"""Smallest padded chunk of an engine on a GPU. Shorter chunks take as long, since weights are read anyway."""
+BETWEEN_POWERS = (768, 1536)
+"""Padded widths of an engine's chunks on a GPU in addition to powers of two. Each costs compile time."""
 SMALLEST_BUCKET = 32
 """Smallest padded chunk; chunks are padded to powers of two, so that new lengths rarely recompile."""
 MOST_PADDING = 0.12
@@ -92,6 +96,19 @@ def choose_chunk_tokens(left: int, most: int) -> int:
     if (tokens := min(left, most)) <= PREFILL_CHUNK:
         return tokens
     return min(left, next(divide_prompt(left, 1 << (most.bit_length() - 1))))
+
+
+def list_widths(most: int) -> list[int]:
+    """Return the padded widths of an engine's chunks, in ascending order.
+
+    Args:
+      most: most tokens of a chunk, a power of two >= 32; the last width.
+    """
+    widths = {bucket(1 << i) for i in range(most.bit_length())}
+    if jax.default_backend() == "gpu":
+        widths = {max(width, min(most, SMALLEST_ON_GPU)) for width in widths}
+        widths |= {width for width in BETWEEN_POWERS if width < most}
+    return sorted(widths)
 
 
 def choose_step_tokens(config: ModelConfig) -> int:
