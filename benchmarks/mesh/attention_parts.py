@@ -22,7 +22,7 @@ from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth,
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.parallel.attention import attend_near
+from zdc_jax.parallel.attention import attend_to_fetched, fetch_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
 from zdc_jax.parallel.far import FarKeys, near_set
 from zdc_jax.parallel.mesh import SEQUENCE, whole_on
@@ -260,7 +260,7 @@ class AttentionParts:
     def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         if not self.keys.of_plan:
             q, k, v = q[..., : self.ranks.qk], k[..., : self.ranks.qk], v[..., : self.ranks.v]
-        return attend_near(q, k, v, self.keys)
+        return attend_to_fetched(q, fetch_near(k, v, self.keys), self.keys)
 
     def _far(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         if self.keys.are_all:

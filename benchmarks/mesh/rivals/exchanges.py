@@ -212,8 +212,7 @@ class ZigzagTransformer:
       attention: `all_gather_zigzag` or `ring_zigzag`.
 
     Raises:
-      NotImplementedError: the plan has token classes or shifted or quantized keys, or the payload is not
-        native.
+      NotImplementedError: the plan has shifted or quantized keys, or the payload is not native.
     """
 
     def __init__(self, network: Transformer, attention: ShardedAttention):
