@@ -43,15 +43,8 @@ from benchmarks.kernels.timing import (
     normal,
     torch_attention,
 )
-from kernels_pallas import (
-    Ring,
-    Segment,
-    Trailing,
-    decode_attention,
-    post_rope,
-    prefill_attention,
-    segment_attention,
-)
+from kernels_pallas import Ring, Trailing, decode_attention, post_rope, prefill_attention
+from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 
 Section = Literal["prefill", "two-rank", "window", "decode", "epilogue", "segments"]
 SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "window", "decode", "epilogue", "segments")
@@ -473,9 +466,10 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
         for (R, Z), where in zip(ranks, halves, strict=True)
     ]
     q = normal(0, 2, 1, S // 2, N, 64)
+    options: Any = {"scale": H**-0.5, "sinks": 0, "window": 0, "implementation": "pallas"}
 
     def both(q, keys):
-        return [segment_attention(q[i], keys[i].positions, keys, scale=H**-0.5)[0] for i in range(2)]
+        return [segment_attention(q[i], keys[i].positions, keys, **options)[0] for i in range(2)]
 
     wide = normal(3, 1, S, N, H)
     peer = device_ms(lambda q: cudnn(q, q, q, causal=True), wide)
@@ -494,9 +488,10 @@ def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
         for (R, Z), slots in zip(((64, 96), (32, 64)), where, strict=True)
     ]
     last = jnp.full((B, 1), S - 1, jnp.int32)
+    options: Any = {"scale": H**-0.5, "sinks": 0, "window": 0, "implementation": "pallas"}
 
     def f(q, keys):
-        return segment_attention(q, last, keys, scale=H**-0.5)[0]
+        return segment_attention(q, last, keys, **options)[0]
 
     wide = normal(3, B, 1, N, H), normal(4, B, S, N, H), normal(5, B, S, N, H)
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), *wide)

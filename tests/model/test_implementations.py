@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from kernels_pallas import Segment
 from zdc_jax import generate
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.methods.token_classes import Settings
-from zdc_jax.methods.token_classes.attention import segment_attention
+from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 from zdc_jax.ops import attention as ops
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan, LayerRanks

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from kernels_pallas import Segment, merge_partial
+from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State
-from zdc_jax.methods.token_classes.attention import segment_attention
+from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 from zdc_jax.ops.importance import token_importance
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
