@@ -7,6 +7,7 @@ from kernels_pallas.decode.inputs import Ring as Ring
 from kernels_pallas.decode.merge import Parts as Parts
 from kernels_pallas.decode.merge import merged as merged
 from kernels_pallas.decode.merge import merged_at_once as merged_at_once
+from kernels_pallas.partial_attention import merge_partial as merge_partial
 from kernels_pallas.prefill.attention import prefill_attention as prefill_attention
 from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
 from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
@@ -30,9 +31,6 @@ from kernels_pallas.quantized.turn_and_store import TurnedQueries as TurnedQueri
 from kernels_pallas.quantized.turn_and_store import Turning as Turning
 from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
-from kernels_pallas.ragged_keys import Segment as Segment
-from kernels_pallas.ragged_keys import merge_partial as merge_partial
-from kernels_pallas.ragged_keys import segment_attention as segment_attention
 from kernels_pallas.reference import attention_reference as attention_reference
 from kernels_pallas.refusals import block_mass_refusal as block_mass_refusal
 from kernels_pallas.refusals import coded_refusal as coded_refusal
@@ -45,7 +43,6 @@ from kernels_pallas.refusals import prefill_refusal as prefill_refusal
 from kernels_pallas.refusals import round_tokens_refusal as round_tokens_refusal
 from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import score_blocks_refusal as score_blocks_refusal
-from kernels_pallas.refusals import segment_refusal as segment_refusal
 from kernels_pallas.refusals import select_refusal as select_refusal
 from kernels_pallas.refusals import turn_and_store_refusal as turn_and_store_refusal
 from kernels_pallas.rope.post_rope import TILE_TOKENS as TILE_TOKENS

@@ -17,7 +17,6 @@ from kernels_pallas.quantized.encode import check_encode
 from kernels_pallas.quantized.inputs import check_coded
 from kernels_pallas.quantized.round_tokens import check_round_tokens
 from kernels_pallas.quantized.turn_and_store import check_turn_and_store
-from kernels_pallas.ragged_keys import check_segments
 from kernels_pallas.rope.post_rope import checked_launch
 from kernels_pallas.rope.score_blocks import check_score_blocks
 from kernels_pallas.select.block_mass import check_block_mass
@@ -56,7 +55,6 @@ encode_refusal = _refusal(check_encode)
 round_tokens_refusal = _refusal(check_round_tokens)
 scan_refusal = _refusal(check_scan)
 score_blocks_refusal = _refusal(check_score_blocks)
-segment_refusal = _refusal(check_segments)
 select_refusal = _refusal(check_largest)
 post_rope_refusal = _refusal(checked_launch)
 turn_and_store_refusal = _refusal(check_turn_and_store)

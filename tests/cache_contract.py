@@ -20,7 +20,7 @@ from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.spec import Call, Clause, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 BLOCK = 8
 """Positions of a block of token classes. For all methods, chunks begin at multiples of it."""
@@ -49,12 +49,6 @@ def shifted(config: ModelConfig, name: str, settings: dict | None = None, **rank
     return method(config, name, settings, **ranks).with_shift([True] * config.num_layers)
 
 
-def classes(config: ModelConfig, **near: int) -> CompressionPlan:
-    L = config.num_layers
-    divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * L, BLOCK)
-    return replace(uniform(config, qk=16, v=16, **near), classes=divided)
-
-
 def coded_by_layer(config: ModelConfig, memory: str) -> CompressionPlan:
     """Return a plan with a layer that reads all, one that chooses pages, and one that follows its choice.
 
@@ -73,6 +67,7 @@ EVICTING = {"kept": 8, "block": BLOCK}
 """Settings of methods that evict: of 38 tokens that are far in the end, 8 remain."""
 QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
 DUO = {"heads": [[1], []]}
+CLASSES = {"first": 0.4, "last": 0.4, "block": BLOCK}
 CODED = {"index": 8, "read": 12, "bits_k": 3, "bits_v": 4, "bits_index": 4}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
@@ -140,8 +135,11 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
         SHORT_OPT,
         partial(method, name="gear", settings={"bits": 2, "group": 16}, qk=16, v=16, window=20),
     ),
-    "token classes": (SHORT_LLAMA, classes),
-    "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
+    "token classes": (SHORT_LLAMA, partial(method, name="token_classes", settings=CLASSES)),
+    "token classes and window": (
+        SHORT_LLAMA,
+        partial(method, name="token_classes", settings=CLASSES, **NEAR),
+    ),
 }
 
 
@@ -237,7 +235,7 @@ class Stack(NamedTuple):
 
 @partial(jax.jit, static_argnames="spec")
 def _extend(layer, spec, state, x, aux, positions, end, table):
-    q, k, v = spec.project(layer, x, positions, None, aux)
+    q, k, v = spec.project(layer, x, positions, None)
     done = spec.attend(state, q, k, v, positions, end, aux, Call(layer.scale, table=table))
     return x + layer.output(done.o), done.aux, done.state
 
@@ -245,7 +243,7 @@ def _extend(layer, spec, state, x, aux, positions, end, table):
 @partial(jax.jit, static_argnames="spec")
 def _whole(layer, spec, x, aux):
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    q, k, v = spec.project(layer, x, positions, None, aux)
+    q, k, v = spec.project(layer, x, positions, None)
     done = spec.attend_whole(q, k, v, positions, aux, Call(layer.scale))
     return x + layer.output(done.o), done.aux
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,7 +40,8 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import MANIFEST, Checkpoint
 from zdc_jax.errors import ZDCError
 from zdc_jax.loading import LanguageModel, load
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.methods import token_classes
+from zdc_jax.plan import CompressionPlan
 
 TIME_LIMIT = 20
 """Most seconds of processor time per case; on a busy machine, `WAIT` times as many may pass."""
@@ -169,12 +171,9 @@ def prepare(folder: Path) -> None:
         plan.for_model(checkpoint.fingerprint).save(folder / f"{name}.json")
         if any(layer.window for layer in config.layers):
             continue  # Token classes need all tokens.
-        whole = LayerRanks(config.head_dim, config.head_dim)
-        classes = TokenClasses((0,), (0.25,), (whole,) * config.num_layers, block=32)
-        ranks = (LayerRanks(full, full),) * config.num_layers
-        CompressionPlan(
-            ranks, config.num_kv_heads, config.head_dim, fingerprint=checkpoint.fingerprint, classes=classes
-        ).save(folder / f"{name}-classes.json")
+        settings = token_classes.Settings(rest_qk=full, rest_v=full, block=32)
+        classes = replace(CompressionPlan.full(config), method="token_classes", settings=settings)
+        classes.for_model(checkpoint.fingerprint).save(folder / f"{name}-classes.json")
 
 
 def write_bpe(folder: Path) -> None:

@@ -121,9 +121,9 @@ def test_imports_go_one_way():
     [
         ("kernels_pallas.decode.attention", "zdc_jax.axes"),
         ("zdc_jax.model.block", "convert.search.trials"),
-        ("zdc_jax.ops.xla", "zdc_jax.cache.specs.classes.Segment"),
+        ("zdc_jax.ops.xla", "zdc_jax.cache.specs.choosing.Choosing"),
         ("zdc_jax.ops.xla", "zdc_jax.Checkpoint"),
-        ("zdc_jax.cache.specs.classes", "zdc_jax.model.block"),
+        ("zdc_jax.methods.token_classes.cache", "zdc_jax.model.block"),
         ("zdc_jax.model.block", "zdc_jax.parallel.mesh"),
         ("zdc_jax.parallel.layers", "zdc_jax.model.transformer"),
         ("zdc_jax.model.block", "zdc_jax.generation.api"),

@@ -64,7 +64,7 @@ def test_far_keys_are_turned_back_from_latents(tiny):
     network = tiny.model(palu(window=WINDOW, sinks=SINKS), basis).network
     spec, attention = network.layer_caches[0], network.layers[0].attention
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    q, k, v = spec.project(attention, jnp.asarray(x, jnp.float32), positions, None, None)
+    q, k, v = spec.project(attention, jnp.asarray(x, jnp.float32), positions, None)
     found = spec.attend_whole(q, k, v, positions, None, Call(attention.scale)).o
     expected = by_loops(tiny.layers[0], basis, x)
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())

@@ -8,7 +8,7 @@ from conftest import LLAMA
 
 from zdc_jax import methods
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
+from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,10 @@ def test_plans_of_another_basis_are_refused():
     assert bound.for_model("") == plan
 
 
-CLASSES = TokenClasses((0, 2), (0.25, 0.5), (LayerRanks(32, 32),) * 3)
-
-
-@pytest.mark.parametrize("classes", [None, CLASSES])
-def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
+def test_plans_of_version_1_come_with_a_warning(tmp_path):
     # Only plans of calibrated models get one, since others have no basis to name. A plan saved again has
     # the current version.
     path, plan = tmp_path / "old.json", CompressionPlan.uniform(LLAMA, qk=16, v=16)
-    plan = replace(plan, classes=classes)
     value = plan.to_json() | {"format_version": 1}
     del value["basis"]
     path.write_text(json.dumps(value))
@@ -203,9 +198,6 @@ def test_missing_file_and_unknown_field_are_refused(tmp_path):
         ({"layers": [{"qk": 16, "v": 16, "w": 1}]}, r"layers\[0\]: unknown 'w'; known are qk, v, window"),
         ({"settings": {"bit": 4}}, "settings of method 'kivi': unknown 'bit'; known are bits"),
         ({"settings": [4]}, r"settings of method 'kivi': \[4\] must be a JSON object"),
-        ({"classes": 1}, "classes: 1 must be a JSON object"),
-        ({"classes": {}}, "classes: missing 'leaders', 'fraction', 'important'"),
-        ({"classes": {"leaders": 0, "fraction": [0.5], "important": []}}, "leaders=0 must be a list"),
     ],
 )
 def test_broken_files_are_told_what_is_wrong(tmp_path, change, message):
@@ -217,9 +209,13 @@ def test_broken_files_are_told_what_is_wrong(tmp_path, change, message):
         CompressionPlan.load(path)
 
 
-def test_shares_of_classes_are_numbers():
-    with pytest.raises(PlanError, match=r"fraction=\('a', 0.5\) must lie strictly between 0 and 1"):
-        replace(CompressionPlan.full(LLAMA), classes=replace(CLASSES, fraction=("a", 0.5)))
+def test_token_classes_of_earlier_releases_are_refused(tmp_path):
+    path, plan = tmp_path / "plan.json", CompressionPlan.full(LLAMA)
+    path.write_text(json.dumps(plan.to_json() | {"classes": None}))
+    assert CompressionPlan.load(path) == plan
+    path.write_text(json.dumps(plan.to_json() | {"classes": {"leaders": [0]}}))
+    with pytest.raises(PlanError, match=r"plan\.json: classes: .* `zdc plan --mode classes`"):
+        CompressionPlan.load(path)
 
 
 def test_bytes_of_the_published_example():

@@ -81,7 +81,7 @@ def prepared_layer(
             config,
             basis,
             index,
-            plan.stored_ranks(index),
+            plan.layers[index],
             full_width=any(plan.near(index)),
             latent_keys=plan.settings.latent_keys,
             rotations=plan.rotations(index),

@@ -20,7 +20,6 @@ from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanErr
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.rotary import rope_frequencies
-from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload, check_basis, check_payload
 from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
@@ -145,8 +144,7 @@ def load(
       MeshError: the model cannot be divided over the mesh; there are too few devices; `gathered`, `float8`
         or `coded` without a mesh; `reproducible` with one.
       ValueError: unknown `weights` or `payload`.
-      NotImplementedError: `float8` or `coded` for a plan with token classes; a method that does not run on
-        a mesh.
+      NotImplementedError: a method that does not run on a mesh.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     check_options(dtype, mesh, weights, payload)
@@ -167,8 +165,6 @@ def load(
             checkpoint.config.max_positions,
         )
     check_basis(payload, basis)
-    if plan.classes is not None:
-        check_classes(payload)
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
     layers = prepared_layers(stored, config, plan, basis, target, payload)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +23,6 @@ from zdc_jax.fields import MOST, check_names
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.planned_layers import LayerRanks as LayerRanks
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
-from zdc_jax.planned_layers import TokenClasses as TokenClasses
 
 FORMAT_VERSION = 3
 """Format version of plan files. Version 1 has no `basis`; version 2 has no `settings` of single layers."""
@@ -66,8 +64,6 @@ class CompressionPlan(PlannedLayers):
                 raise PlanError(
                     f"layer {index}: settings={ranks.settings!r} are not those of method {self.method!r}"
                 )
-        if self.classes is not None:
-            self._check_classes(self.classes)
         self._check_rotated()
         self._check_shift(self.layer_caches("bfloat16"))  # The method rejects plans that it cannot serve.
 
@@ -95,31 +91,6 @@ class CompressionPlan(PlannedLayers):
                     f"layer {index}: qk={ranks.qk}, v={ranks.v} must be 0 or {H} in a plan with rotated=False"
                 )
 
-    def _check_classes(self, classes: TokenClasses) -> None:
-        if not self.settings.token_classes:
-            raise PlanError(f"method={self.method!r} does not support token classes; use method='zdc'")
-        leaders, count = classes.leaders, len(self.layers)
-        for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
-            _check_integer(name, value)
-        if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
-            raise PlanError(f"{leaders=} must be ascending layer indices from 0 to at most {count - 1}")
-        if len(classes.fraction) != len(leaders):
-            raise PlanError(f"fraction={classes.fraction} must have one entry for each of {leaders=}")
-        if not all(isinstance(share, Real) and 0 < share < 1 for share in classes.fraction):
-            raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
-        if len(classes.important) != count:
-            raise PlanError(
-                f"important has {len(classes.important)} entries, it must have one for each of {count} layers"
-            )
-        if not 1 <= classes.block <= MOST:
-            raise PlanError(f"block={classes.block} must be 1 to {MOST} positions")
-        for index, (more, less) in enumerate(zip(classes.important, self.layers, strict=True)):
-            self._check_ranks(index, more)
-            if more.qk < less.qk or more.v < less.v:
-                raise PlanError(f"layer {index}: important={more} must not be smaller than the ranks {less}")
-            if index not in leaders and less.qk == 0:
-                raise PlanError(f"layer {index}: qk=0, v=0 must be > 0 in a layer with token classes")
-
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
         H = self.head_dim
         for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
@@ -135,10 +106,8 @@ class CompressionPlan(PlannedLayers):
         if ranks.window is not None:
             if not 1 <= _check_integer(f"layer {index}: window", ranks.window) <= MOST:
                 raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST} tokens")
-            if ranks.qk or self.classes is not None:
-                raise PlanError(
-                    f"layer {index}: window={ranks.window} needs qk=0, v=0 and a plan without token classes"
-                )
+            if ranks.qk:
+                raise PlanError(f"layer {index}: window={ranks.window} needs qk=0, v=0")
 
     @classmethod
     def uniform(cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0) -> Self:
@@ -227,12 +196,6 @@ class CompressionPlan(PlannedLayers):
         """Return the bytes of the cache that one decode step reads for a sequence of `tokens` tokens."""
         return sum(spec.bytes_read(tokens) for spec in self.layer_caches(dtype))
 
-    def stored_ranks(self, layer: int) -> LayerRanks:
-        """Return the ranks that the weights of a layer are sliced to: the largest of its token classes."""
-        if self.classes is not None and layer not in self.classes.leaders:
-            return self.classes.important[layer]
-        return self.layers[layer]
-
     def within(self, config: ModelConfig) -> Self:
         """Return the plan adapted to the sliding-window layers of a model, as in `of_layers`."""
         plan = self.of_layers(
@@ -300,8 +263,6 @@ class CompressionPlan(PlannedLayers):
             if value[name] == default:
                 del value[name]
         value["layers"] = [_drop_defaults(layer) for layer in value["layers"]]
-        if self.classes is not None:
-            value["classes"]["important"] = [_drop_defaults(layer) for layer in value["classes"]["important"]]
         return value
 
     def save(self, path: str | Path) -> None:
@@ -345,21 +306,18 @@ class CompressionPlan(PlannedLayers):
                 f"this release reads 1 to {FORMAT_VERSION}"
             )
         fields = {key: item for key, item in value.items() if key != "format_version"}
+        if fields.pop("classes", None) is not None:  # Earlier releases wrote null for other plans.
+            raise PlanError(
+                f"{path}: classes: this form of token classes is no longer read; "
+                "search again with `zdc plan --mode classes`"
+            )
         try:
             check_names(cls, fields, "the plan")
             read_settings = partial(methods.settings_from_json, fields.get("method", cls.method))
             layers = _layers_from_json("layers", fields.pop("layers"), read_settings)
-            if (classes := fields.pop("classes", None)) is not None:
-                check_names(TokenClasses, classes, "classes")
-                lists = {
-                    "important": _layers_from_json("important", classes["important"], read_settings),
-                    "leaders": tuple(_check_list("leaders", classes["leaders"])),
-                    "fraction": tuple(_check_list("fraction", classes["fraction"])),
-                }
-                classes = TokenClasses(**classes | lists)
             if (settings := fields.pop("settings", None)) is not None:
                 fields["settings"] = read_settings(settings)
-            plan = cls(layers, **fields, classes=classes)
+            plan = cls(layers, **fields)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Values of a compression plan that its cache method reads: ranks, token classes, settings (`PlannedLayers`).
+"""Values of a compression plan that its cache method reads: ranks and settings (`PlannedLayers`).
 
 Cache methods see only this module. `zdc_jax.plan` adds the checks and the caches, which need the methods.
 """
@@ -6,7 +6,6 @@ Cache methods see only this module. `zdc_jax.plan` adds the checks and the cache
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from zdc_jax.cache.specs.classes import ClassBlocks
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import check_fields
 
@@ -26,14 +25,14 @@ class MethodSettings:
     Attributes:
       latent_keys: whether far keys are stored in coordinates of keys before the rotary embedding
         (`Basis.k_latent`).
-      token_classes: whether plans may have token classes (`zdc_jax.plan.TokenClasses`).
+      reads_exactly: whether prompts may be read with exact attention (`Transformer.read_prompt`).
       prefers_basis: whether a calibrated basis makes the method more accurate even if it keeps all
         coordinates.
       search: what a search of plans chooses in each layer; None if there is no search for the method.
     """
 
     latent_keys: ClassVar[bool] = False
-    token_classes: ClassVar[bool] = False
+    reads_exactly: ClassVar[bool] = True
     prefers_basis: ClassVar[bool] = False
     search: ClassVar[SearchKind | None] = None
 
@@ -73,42 +72,6 @@ class LayerRanks:
 
 
 @dataclass(frozen=True)
-class TokenClasses:
-    """Token classes: important tokens store more coordinates than other tokens (ZDC §5.2).
-
-    Consecutive layers form groups. The first layer of a group, its leader, stores all tokens at the plan's
-    ranks and orders them by importance (its softmax denominators). In the other layers of the group, the most
-    important tokens of every `block` positions have the ranks `important`; other tokens have the plan's
-    ranks. Token classes can be combined with a window.
-
-    Attributes:
-      leaders: indices of the leaders, ascending from 0.
-      fraction: share of important tokens in each group, in (0, 1).
-      important: ranks of important tokens in each layer, at least the plan's ranks. Entries of leaders are
-        not used.
-      block: positions among which important tokens are chosen.
-    """
-
-    leaders: tuple[int, ...]
-    fraction: tuple[float, ...]
-    important: tuple[LayerRanks, ...]
-    block: int = 512
-
-    def blocks(self, group: int) -> ClassBlocks:
-        """Return how the tokens of a group are divided."""
-        return ClassBlocks(self.block, self.fraction[group])
-
-    def members(self, group: int, layers: int) -> range:
-        """Return the layers of a group after its leader; `layers` is the number of layers of the model."""
-        ends = (*self.leaders[1:], layers)
-        return range(self.leaders[group] + 1, ends[group])
-
-    def group_of(self, layer: int) -> int:
-        """Return the index of the group that contains a layer."""
-        return sum(leader <= layer for leader in self.leaders) - 1
-
-
-@dataclass(frozen=True)
 class PlannedLayers:
     """Ranks of every layer, the recent tokens that keep all coordinates, and the storage method.
 
@@ -125,7 +88,6 @@ class PlannedLayers:
       fingerprint: fingerprint of the calibrated model; empty: any model of this shape.
       basis: hash of the basis whose coordinates were chosen (`Basis.coordinates_hash`); empty: any
         basis of this model.
-      classes: token classes; None: all older tokens are treated alike.
       rotated: whether a basis is folded in. Without a basis the coordinates are those of the checkpoint, and
         a layer stores all of them or none.
       method: name of the method that stores older tokens (`zdc_jax.methods`).
@@ -139,7 +101,6 @@ class PlannedLayers:
     window: int = 0
     fingerprint: str = ""
     basis: str = ""
-    classes: TokenClasses | None = None
     rotated: bool = True
     method: str = "zdc"
     settings: MethodSettings = None  # type: ignore[assignment]  # `CompressionPlan` sets the default.
@@ -152,7 +113,3 @@ class PlannedLayers:
     def settings_of(self, layer: int) -> MethodSettings:
         """Return the settings of the method for a layer."""
         return self.layers[layer].settings or self.settings
-
-    def has_classes(self, layer: int) -> bool:
-        """Return whether important tokens have ranks of their own in a layer."""
-        return self.classes is not None and layer not in self.classes.leaders

@@ -43,15 +43,8 @@ from benchmarks.kernels.timing import (
     normal,
     torch_attention,
 )
-from kernels_pallas import (
-    Ring,
-    Segment,
-    Trailing,
-    decode_attention,
-    post_rope,
-    prefill_attention,
-    segment_attention,
-)
+from kernels_pallas import Ring, Trailing, decode_attention, post_rope, prefill_attention
+from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 
 Section = Literal["prefill", "two-rank", "window", "decode", "epilogue", "segments"]
 SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "window", "decode", "epilogue", "segments")
@@ -463,8 +456,8 @@ def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) 
 
 
 def segments(ceilings: Ceilings) -> Iterator[Row]:
-    """Time half of 16,384 tokens at (64, 96) and half at (32, 64): attention, and the projections."""
-    S, D = 16384, 4096
+    """Time attention with half of 16,384 tokens at (64, 96) and half at (32, 64)."""
+    S = 16384
     order = jax.random.permutation(jax.random.key(9), S).astype(jnp.int32)
     halves = jnp.sort(order[: S // 2])[None], jnp.sort(order[S // 2 :])[None]
     ranks = (64, 96), (32, 64)
@@ -473,9 +466,10 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
         for (R, Z), where in zip(ranks, halves, strict=True)
     ]
     q = normal(0, 2, 1, S // 2, N, 64)
+    options: Any = {"scale": H**-0.5, "sinks": 0, "window": 0, "implementation": "pallas"}
 
     def both(q, keys):
-        return [segment_attention(q[i], keys[i].positions, keys, scale=H**-0.5)[0] for i in range(2)]
+        return [segment_attention(q[i], keys[i].positions, keys, **options)[0] for i in range(2)]
 
     wide = normal(3, 1, S, N, H)
     peer = device_ms(lambda q: cudnn(q, q, q, causal=True), wide)
@@ -484,23 +478,6 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
     yield row("classes (64,96) and (32,64), halves", device_ms(both, q, keys), peer, bounds)
     del wide
     yield class_decode(ceilings, 16, 8192)
-    x, w = normal(4, S, D), [normal(5 + i, D, N * R) for i, R in enumerate((64, 32, 128))]
-
-    def two(x, a, b):
-        return (x[: S // 2] @ a, x[S // 2 :] @ b)
-
-    full = device_ms(lambda x, w: x @ w, x, w[2])
-    bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 96, exps=0.0, nbytes=0.0)
-    yield row("q of classes, 64 and 32 of 128", device_ms(two, x, w[0], w[1]), full, bounds)
-    o = [normal(8 + i, S // 2, N * Z) for i, (_, Z) in enumerate(ranks)]
-
-    def back(a, b, wa, wb):
-        return (a @ wa, b @ wb)
-
-    args = *o, normal(10, N * 96, D), normal(11, N * 64, D)
-    full = device_ms(lambda o, w: o @ w, normal(12, S, N * H), normal(13, N * H, D))
-    bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 160, exps=0.0, nbytes=0.0)
-    yield row("W_O of classes, 96 and 64 of 128", device_ms(back, *args), full, bounds)
 
 
 def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
@@ -511,9 +488,10 @@ def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
         for (R, Z), slots in zip(((64, 96), (32, 64)), where, strict=True)
     ]
     last = jnp.full((B, 1), S - 1, jnp.int32)
+    options: Any = {"scale": H**-0.5, "sinks": 0, "window": 0, "implementation": "pallas"}
 
     def f(q, keys):
-        return segment_attention(q, last, keys, scale=H**-0.5)[0]
+        return segment_attention(q, last, keys, **options)[0]
 
     wide = normal(3, B, 1, N, H), normal(4, B, S, N, H), normal(5, B, S, N, H)
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), *wide)

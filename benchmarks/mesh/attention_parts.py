@@ -22,8 +22,8 @@ from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth,
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.parallel.attention import attend_near
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.attention import attend_to_fetched, fetch_near
+from zdc_jax.parallel.exchange import gather_head_groups, kv_copies, scatter_head_groups
 from zdc_jax.parallel.far import FarKeys, near_set
 from zdc_jax.parallel.mesh import SEQUENCE, whole_on
 from zdc_jax.parallel.payload import NATIVE, Formats, Payload, scale_for
@@ -260,7 +260,7 @@ class AttentionParts:
     def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         if not self.keys.of_plan:
             q, k, v = q[..., : self.ranks.qk], k[..., : self.ranks.qk], v[..., : self.ranks.v]
-        return attend_near(q, k, v, self.keys)
+        return attend_to_fetched(q, fetch_near(k, v, self.keys), self.keys)
 
     def _far(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         if self.keys.are_all:
@@ -273,13 +273,10 @@ class AttentionParts:
         ranks = LayerRanks(H, H) if late else self.ranks
         first = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
         sent = self.formats
-        q, k, v = scatter_heads(first, SEQUENCE, (sent.q, sent.k, sent.v))
+        ((q, k, v),) = scatter_head_groups(first, SEQUENCE, (sent.q, sent.k, sent.v))
         o = jnp.tile(q, -(-ranks.v // ranks.qk))[..., : ranks.v]
-        if self.keys.are_all or late:
-            o = gather_heads(o, SEQUENCE, sent.o)
-        else:
-            lse = q[..., 0].swapaxes(1, 2).astype(jnp.float32)
-            o, _ = gather_heads_and_lse(o, lse, SEQUENCE, sent.o, sent.lse)
+        lse = None if self.keys.are_all or late else q[..., 0].swapaxes(1, 2).astype(jnp.float32)
+        o, _ = gather_head_groups([(o, lse)], SEQUENCE, sent.o, sent.lse)
         return o, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     def _random(self, spec: P, kv_heads: int, R: int, Z: int) -> tuple[Array, Array, Array]:

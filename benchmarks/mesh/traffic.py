@@ -15,12 +15,11 @@ from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, ring_slots
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
-from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.coded import check_caches
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.payload import EXACT, NEAR, Kind, Payload, coded_blocks, halo_blocks
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 
 def prefill_bytes(
@@ -47,8 +46,7 @@ def prefill_bytes(
       itemsize: bytes of a native element.
 
     Raises:
-      NotImplementedError: the payload cannot exchange the plan's token classes, or the plan's caches do not
-        run on a mesh.
+      NotImplementedError: the plan's caches do not run on a mesh.
     """
     check_caches(plan, payload, degree)
     if plan.exchanges_quantized:
@@ -58,11 +56,6 @@ def prefill_bytes(
                 config, plan, index, length=length, degree=degree, payload=payload, itemsize=itemsize
             )
             for index in layers
-        )
-    if plan.classes is not None:
-        check_classes(payload)
-        return batch * _class_bytes(
-            config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
         )
     return batch * sum(
         layer_bytes(
@@ -165,45 +158,6 @@ def near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, items
     return sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
 
 
-def _class_bytes(
-    config: ModelConfig,
-    plan: CompressionPlan,
-    classes: TokenClasses,
-    *,
-    length: int,
-    degree: int,
-    itemsize: int,
-) -> int:
-    """Compute `prefill_bytes` of one sequence under a plan with token classes.
-
-    A device has t tokens, in whole blocks. A leader sends `layer_bytes`, always with the log-sum-exp, and
-    then the int32 positions of its group, 4 t (U-1).
-
-    In other layers t₁ important tokens have ranks (R₁, Z₁) and t₂ others (R₂, Z₂); q and o always have (R₁,
-    Z₁). They send t N (R₁ + Z₁) + K' (t₁ (R₁ + Z₁) + t₂ (R₂ + Z₂)) coordinates, times (U-1)/U, and the near
-    set as in `layer_bytes`.
-    """
-    N, K, H, U = config.num_heads, config.num_kv_heads, config.head_dim, degree
-    t = -(-length // (U * classes.block)) * classes.block
-    near, lse = (plan.sinks, plan.window), t * (U - 1) * N * lse_bytes("native") // U
-    total = len(classes.leaders) * 4 * t * (U - 1)
-    for index, rest in enumerate(plan.layers):
-        if plan.has_classes(index):
-            important = classes.important[index]
-            count = classes.blocks(classes.group_of(index)).important_in(t)
-            key_coordinates = count * (important.qk + important.v) + (t - count) * (rest.qk + rest.v)
-            coordinates = t * N * (important.qk + important.v) + K * kv_copies(K, U) * key_coordinates
-            total += coordinates * itemsize * (U - 1) // U
-            total += (lse + near_bytes(config, near, t, U, itemsize)) if any(near) else 0
-        else:
-            total += layer_bytes(
-                config, rest, near, length=U * t, degree=U, payload="native", itemsize=itemsize
-            )
-            # `layer_bytes` counts the log-sum-exp only of truncated layers with a near set.
-            total += 0 if any(near) and (rest.qk < H or rest.v < H) else lse
-    return total
-
-
 def cache_bytes(
     config: ModelConfig,
     plan: CompressionPlan,
@@ -218,23 +172,20 @@ def cache_bytes(
 
     The exchange has already brought the first coordinates. The ring's slots send their trailing coordinates,
     K' M (2H - R - Z) (U-1)/U per layer. A `coded` payload sends R + Z coordinates of near tokens again,
-    unrounded. In layers with token classes, and in quantized caches, the ring holds all 2H coordinates. Each
-    group of layers adds the float32 importance of one block, summed over the devices.
+    unrounded. In quantized caches the ring holds all 2H coordinates.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     ring = 0
     for index in range(len(plan.layers)):
         ranks = _exchanged_ranks(plan, index)
-        has_whole_ring = plan.has_classes(index) or plan.exchanges_quantized
-        exchanged = 0 if has_whole_ring else ranks.qk + ranks.v
+        exchanged = 0 if plan.exchanges_quantized else ranks.qk + ranks.v
         near = plan.near(index)
         ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - exchanged) * itemsize
         if payload == "coded" and exchanged:
             of_plan = any(near) and exchanged < 2 * plan.head_dim
             sinks, window = near if of_plan else map(max, NEAR, near)
             ring += heads * ring_slots(sinks, window, capacity) * exchanged * itemsize
-    blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
-    return batch * (ring + blocks) * (degree - 1) // degree
+    return batch * ring * (degree - 1) // degree
 
 
 _COLLECTIVE = re.compile(

@@ -145,7 +145,7 @@ class Bench:
         """Return a model with arrays of the plan's size; plans share equal weights on the device."""
         if plan.rotated:
             plan = plan.for_model(plan.fingerprint, plan.basis, self.basis.shifted)
-        ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
+        ranks = plan.layers
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
         latent = plan.settings.latent_keys and tuple(ranks)
         rotations = [plan.rotations(i) for i in range(len(ranks))]

@@ -101,7 +101,7 @@ def _dense(plan: CompressionPlan) -> CompressionPlan:
     H = plan.head_dim
     layers = tuple(replace(ranks, qk=H, v=H, window=None, settings=None) for ranks in plan.layers)
     own = {field.name: getattr(plan, field.name) for field in fields(CompressionPlan)}
-    plain = {"method": "zdc", "settings": None, "sinks": 0, "window": 0, "classes": None, "layers": layers}
+    plain = {"method": "zdc", "settings": None, "sinks": 0, "window": 0, "layers": layers}
     return CompressionPlan(**own | plain)
 
 

@@ -183,7 +183,7 @@ class RoundedNear(CodedStore):
     """Store whose recent tokens have 8 bits; the ring stores their rounded values."""
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Array]:
         """Leave keys unrounded; they are rounded after the transform."""
         return attention.project(x, positions, implementation)

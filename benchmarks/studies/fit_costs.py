@@ -5,7 +5,7 @@ python -m benchmarks.studies.fit_costs
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common import RESULTS
 from zdc_jax.plan import LayerRanks
-from zdc_jax.planning.costs import AttentionCall, KernelCosts, Parts
+from zdc_jax.planning.costs import AttentionCall, KernelCosts
 
 KERNELS = RESULTS / "kernels-h200.json"
 N, H = 32, 128
@@ -26,12 +26,12 @@ class Measured(NamedTuple):
     name: str
     kind: str
     call: AttentionCall
-    parts: Parts
+    ranks: LayerRanks
     seconds: float
 
     def predicted(self, costs: KernelCosts) -> float:
         """Return the seconds that the model predicts."""
-        return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.parts)
+        return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.ranks)
 
 
 def measured_rows(path: Path = KERNELS) -> list[Measured]:
@@ -42,9 +42,9 @@ def measured_rows(path: Path = KERNELS) -> list[Measured]:
     return [Measured(row["name"], *call, 1e-3 * row["ms"]) for row, call in described if call is not None]
 
 
-def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
+def _describe(name: str) -> tuple[str, AttentionCall, LayerRanks] | None:
     def alike(R, Z):
-        return [(1.0, LayerRanks(int(R), int(Z)))]
+        return LayerRanks(int(R), int(Z))
 
     if match := re.fullmatch(r"prefill \((\d+),(\d+)\) K=(\d+)", name):
         R, Z, K = match.groups()
@@ -60,31 +60,18 @@ def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
         return "prefill", AttentionCall(N, N, H, int(match[3])), alike(match[1], match[2])
     if match := re.fullmatch(r"two ranks, window 512, far \((\d+),(\d+)\)", name):
         return "prefill", AttentionCall(N, N, H, 32768, window=512, sinks=4), alike(*match.groups())
-    halves = [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))]
-    return {
-        "decode window 512 alone B=16 S=8192 K=32": (
-            "decode",
-            AttentionCall(N, N, H, 8192, 16, window=512, sinks=4),
-            alike(0, 0),
-        ),
-        "decode classes (64,96) and (32,64) B=16 S=8192": (
-            "decode",
-            AttentionCall(N, N, H, 8192, 16),
-            halves,
-        ),
-        "classes (64,96) and (32,64), halves": ("prefill", AttentionCall(N, N, H, 16384), halves),
-    }.get(name)
+    if name == "decode window 512 alone B=16 S=8192 K=32":
+        return "decode", AttentionCall(N, N, H, 8192, 16, window=512, sinks=4), alike(0, 0)
+    return None
 
 
 def fit(rows: list[Measured]) -> KernelCosts:
-    """Fit the constants by least squares of relative errors; one row gives the factor of classes."""
-    prefill = [row for row in rows if row.kind == "prefill" and len(row.parts) == 1]
-    decode = [row for row in rows if row.kind == "decode" and len(row.parts) == 1]
-    (classes,) = (row for row in rows if row.kind == "prefill" and len(row.parts) == 2)
-    far = _least_squares([row.call.prefill_terms(row.parts[0][1]) / row.seconds for row in prefill])
-    cached = _least_squares([row.call.decode_terms(row.parts[0][1]) / row.seconds for row in decode])
-    costs = KernelCosts(*far, *cached, classes=1.0)
-    return replace(costs, classes=classes.seconds / classes.predicted(costs))
+    """Fit the constants by least squares of relative errors."""
+    prefill = [row for row in rows if row.kind == "prefill"]
+    decode = [row for row in rows if row.kind == "decode"]
+    far = _least_squares([row.call.prefill_terms(row.ranks) / row.seconds for row in prefill])
+    cached = _least_squares([row.call.decode_terms(row.ranks) / row.seconds for row in decode])
+    return KernelCosts(*far, *cached)
 
 
 def _least_squares(terms: list[np.ndarray]) -> list[float]:

@@ -43,7 +43,7 @@ class Observations:
       far_nats: as in `Profile`, [L].
       score_error: as in `Profile`, [L, Q].
       value_error: as in `Profile`, [L, Q].
-      plans: window and ranks ((R, Z), …) of each plan without token classes.
+      plans: window and ranks ((R, Z), …) of each plan.
       nats: increase of the negative log-likelihood under each plan, nats per token.
     """
 
@@ -61,7 +61,7 @@ class Observations:
 
     @classmethod
     def from_trials(cls, name: str, config: ModelConfig, profile: Profile, trials: Sequence[Trial]) -> Self:
-        """Collect the trials whose plans have a window and ranks of the profile, and no token classes."""
+        """Collect the trials of method `zdc` whose plans have a window and ranks of the profile."""
         levels = {0, *profile.ranks.tolist(), config.head_dim}
 
         def list_ranks(plan: CompressionPlan) -> tuple[tuple[int, int], ...]:
@@ -69,7 +69,7 @@ class Observations:
 
         def has_features(plan: CompressionPlan) -> bool:
             ranks = {rank for pair in list_ranks(plan) for rank in pair}
-            return plan.window in profile.windows and ranks <= levels and plan.classes is None
+            return plan.window in profile.windows and ranks <= levels and plan.settings.search == "ranks"
 
         usable = [trial for trial in trials if has_features(trial.plan)]
         return cls(

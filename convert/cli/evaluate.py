@@ -70,8 +70,10 @@ class Evaluate:
             check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
-        if self.protocol == "exact" and plan is not None and plan.classes is not None:
-            raise EvaluationError("--protocol exact: not for plans with token classes; use --protocol cached")
+        if self.protocol == "exact" and plan is not None and not plan.settings.reads_exactly:
+            raise EvaluationError(
+                f"--protocol exact: not for plans of method {plan.method}; use --protocol cached"
+            )
         materials = prepare(
             checkpoint.config,
             checkpoint.tokenizer(),

@@ -17,13 +17,13 @@ from tyro.conf import Positional
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
+from convert.search.class_search import class_block
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import (
     Mode,
     Objective,
     Search,
     SearchOptions,
-    class_block,
     describe,
     describe_bytes,
 )
@@ -113,8 +113,8 @@ class PlanFlags:
       window: Recent tokens that keep all coordinates.
       sinks: First tokens of a sequence that keep all coordinates.
       method: Storage of the tokens outside the window; see docs/methods.md. A method keeps all coordinates,
-        unless --qk, --v, --budget or --max-score-error chooses ranks. Only coded, loki and palu need a
-        calibrated folder then.
+        unless --qk, --v, --budget or --max-score-error chooses ranks. Only coded, loki, palu and
+        token_classes need a calibrated folder then.
       set: Settings of the method, such as bits=4.
     """
 
@@ -298,8 +298,6 @@ class SearchFlags:
         all layers; classes: two classes of tokens; window+classes: both.
       objective: Quantity to minimize. bytes: KV cache; time: predicted attention time on one H200; read:
         bytes of the cache that decoding a token reads.
-      constrained: Hold token classes to Eq. 6 of the paper: more important tokens in deeper layers, fewer
-        coordinates for the other tokens, no more coordinates of Q/K than of V.
       on_kernels: With --method coded, use only indexes that the GPU kernels can read.
       trials: Most plans to measure.
       minutes: Time after which no further plan is measured. The time of the unmodified model counts. A search
@@ -317,7 +315,6 @@ class SearchFlags:
     documents: int = 16
     mode: Mode = "window"
     objective: Objective = "bytes"
-    constrained: bool = True
     on_kernels: bool = False
     trials: int = 400
     minutes: Annotated[float, show_default("no limit")] = math.inf
@@ -367,7 +364,6 @@ class SearchFlags:
             mode=self.mode,
             trials=self.trials,
             objective=self.objective,
-            constrained=self.constrained,
             min_retention=self.min_retention,
             minutes=self.minutes,
             on_kernels=self.on_kernels,

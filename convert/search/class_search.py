@@ -1,6 +1,6 @@
 """Search of plans with two token classes: the paper's parameters, and a greedy descent (ZDC §5.2, Eq. 6)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -8,75 +8,67 @@ import numpy as np
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.methods.token_classes import Settings
+from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.layer_costs import rank_levels
+from zdc_jax.planning.profile import SINKS
 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75)
 """Shares of important tokens that a search tries."""
+WINDOWS = (128, 256, 512)
+"""Windows that mode `window+classes` tries."""
+
+
+def class_block(length: int) -> int:
+    """Return the number of tokens that are classified together in plans searched on windows of `length`."""
+    return min(Settings.block, length)
 
 
 @dataclass(frozen=True)
 class ClassNumbers:
-    """Parameters of a plan with token classes; all layers share them but for the share of important tokens.
+    """Parameters of a plan with token classes.
 
     Attributes:
       important: ranks of important tokens.
-      rest: ranks of the other tokens.
       leaders: ranks of all tokens in the leading layer of each group.
-      first: share of important tokens in the first group, in (0, 1). Shares are linear between first and
-        last.
-      last: share of important tokens in the last group, in (0, 1).
-      group: layers per group, at least 1; the last group may have fewer.
+      settings: ranks of the other tokens, shares of important tokens, layers per group, and the block.
       window: recent tokens at full rank.
-      sinks: first tokens at full rank.
-      block: tokens that are classified together.
     """
 
     important: LayerRanks
-    rest: LayerRanks
     leaders: LayerRanks
-    first: float
-    last: float
-    group: int
+    settings: Settings
     window: int = 0
-    sinks: int = 0
-    block: int = 512
 
     @classmethod
-    def largest(cls, config: ModelConfig, *, constrained: bool, block: int) -> Self:
+    def largest(cls, config: ModelConfig, block: int) -> Self:
         """Return the largest plan: all coordinates, the smallest groups and no window.
 
-        With `constrained`, unimportant tokens keep one rank level less.
+        Unimportant tokens keep one rank level less.
 
         Raises:
           PlanError: the head dimension allows no smaller rank.
         """
         levels, full = rank_levels(config.head_dim), LayerRanks(config.head_dim, config.head_dim)
-        if constrained and len(levels) == 1:
+        if len(levels) == 1:
             raise PlanError(
-                "constrained=True: unimportant tokens need a smaller rank, and head_dim="
-                f"{config.head_dim} allows none; use constrained=False or another mode"
+                f"head_dim={config.head_dim} allows no smaller rank for unimportant tokens; use another mode"
             )
-        rest = LayerRanks(levels[-2], levels[-2]) if constrained else full
-        return cls(full, rest, full, FRACTIONS[-1], FRACTIONS[-1], list_group_sizes(config)[0], block=block)
+        group, share, rest = list_group_sizes(config)[0], FRACTIONS[-1], levels[-2]
+        return cls(full, full, Settings(group, share, share, rest, rest, block))
 
     def make_plan(self, config: ModelConfig) -> CompressionPlan:
         """Make the plan for any model of this shape."""
-        L = config.num_layers
-        leaders = tuple(range(0, L, self.group))
-        shares = tuple(round(float(x), 4) for x in np.linspace(self.first, self.last, len(leaders)))
-
-        def spread(ranks: LayerRanks) -> tuple[LayerRanks, ...]:
-            return tuple(self.leaders if i in leaders else ranks for i in range(L))
-
-        classes = TokenClasses(leaders, shares, spread(self.important), self.block)
-        return CompressionPlan(
-            spread(self.rest),
-            config.num_kv_heads,
-            config.head_dim,
-            self.sinks,
-            self.window,
-            classes=classes,
+        return CompressionPlan.of_layers(
+            config,
+            [
+                self.important if layer % self.settings.group else self.leaders
+                for layer in range(config.num_layers)
+            ],
+            window=self.window,
+            sinks=SINKS if self.window else 0,
+            method="token_classes",
+            settings=self.settings,
         )
 
     def meets_constraints(self) -> bool:
@@ -85,56 +77,74 @@ class ClassNumbers:
         The share of important tokens does not fall with depth. Unimportant tokens keep less of Q/K and of V
         than important tokens. No class keeps more of Q/K than of V.
         """
-        keeps_less = self.rest.qk < self.important.qk and self.rest.v < self.important.v
-        pairs = self.important, self.rest, self.leaders
-        return self.first <= self.last and keeps_less and all(ranks.qk <= ranks.v for ranks in pairs)
+        rest = LayerRanks(self.settings.rest_qk, self.settings.rest_v)
+        keeps_less = rest.qk < self.important.qk and rest.v < self.important.v
+        pairs = self.important, rest, self.leaders
+        return self.settings.first <= self.settings.last and keeps_less and all(r.qk <= r.v for r in pairs)
 
-    def list_neighbors(
-        self, config: ModelConfig, size: Callable[[CompressionPlan], float], *, constrained: bool
-    ) -> dict[str, "ClassNumbers"]:
-        """Return the smaller plans that differ in one parameter by one level, by the parameter's name.
-
-        Args:
-          config: the model.
-          size: size of a plan.
-          constrained: leave out plans that violate Eq. 6.
-        """
-        candidates = self._lower_ranks(config) | self._lower_shares()
-        if larger := [n for n in list_group_sizes(config) if n > self.group]:
-            candidates["group"] = replace(self, group=larger[0])
-        own_size = size(self.make_plan(config))
-        return {
-            name: other
-            for name, other in candidates.items()
-            if (other.meets_constraints() or not constrained) and size(other.make_plan(config)) < own_size
-        }
-
-    def _lower_ranks(self, config: ModelConfig) -> dict[str, "ClassNumbers"]:
-        """Return the steps to lower ranks; a plan cannot keep less of important tokens than of the rest."""
-        levels, steps = rank_levels(config.head_dim), {}
-        for name in ("important", "rest", "leaders"):
-            ranks: LayerRanks = getattr(self, name)
-            for part in ("qk", "v"):
-                floor = getattr(self.rest, part) if name == "important" else 0
-                if lower := [level for level in levels if floor <= level < getattr(ranks, part)]:
-                    rank: dict[str, Any] = {part: lower[-1]}
-                    change: dict[str, Any] = {name: replace(ranks, **rank)}
-                    steps[f"{name}.{part}"] = replace(self, **change)
-        return steps
-
-    def _lower_shares(self) -> dict[str, "ClassNumbers"]:
+    def list_neighbors(self, config: ModelConfig) -> dict[str, "ClassNumbers"]:
+        """Return the plans that differ in one parameter by one level, by its name, and satisfy Eq. 6."""
+        levels = rank_levels(config.head_dim)[::-1]
         steps = {}
-        for name in ("first", "last"):
-            if lower := [share for share in FRACTIONS if share < getattr(self, name)]:
-                change: dict[str, Any] = {name: lower[-1]}
-                steps[name] = replace(self, **change)
-        return steps
+        for name in ("important", "leaders"):
+            ranks = getattr(self, name)
+            for part in ("qk", "v"):
+                for level in _list_later(getattr(ranks, part), levels):
+                    change: dict[str, Any] = {name: replace(ranks, **{part: level})}
+                    steps[f"{name}.{part}"] = replace(self, **change)
+        choices: dict[str, Sequence[float]] = {
+            "rest_qk": levels,
+            "rest_v": levels,
+            "first": FRACTIONS[::-1],
+            "last": FRACTIONS[::-1],
+            "group": list_group_sizes(config),
+        }
+        for name, values in choices.items():
+            for value in _list_later(getattr(self.settings, name), values):
+                change = {name: value}
+                steps[name] = replace(self, settings=replace(self.settings, **change))
+        return {name: other for name, other in steps.items() if other.meets_constraints()}
+
+
+def _list_later(value: float, choices: Sequence[float]) -> Sequence[float]:
+    """Return the choice after `value`, or nothing after the last."""
+    index = choices.index(value)
+    return choices[index + 1 : index + 2]
 
 
 def list_group_sizes(config: ModelConfig) -> tuple[int, ...]:
     """Return the layers per group that a search tries: powers of two from 2, and all layers."""
     L = config.num_layers
     return (*(1 << power for power in range(1, L.bit_length()) if 1 << power < L), L)
+
+
+def search_classes(
+    config: ModelConfig,
+    length: int,
+    size: Callable[[CompressionPlan], float],
+    increase: Callable[[CompressionPlan], float],
+    *,
+    with_window: bool,
+) -> None:
+    """Descend once per window from the last plan, because longer windows allow more steps.
+
+    Args:
+      config: architecture of the model.
+      length: tokens of the windows of text.
+      size: size of a plan.
+      increase: measures the cost of a plan, as a share of the limit.
+      with_window: whether recent tokens keep all coordinates.
+    """
+    fitting = tuple(window for window in WINDOWS if window <= length // 4) or WINDOWS[:1]
+    numbers = ClassNumbers.largest(config, class_block(length))
+    for window in fitting if with_window else (0,):
+        numbers = descend(
+            replace(numbers, window=window),
+            lambda here: here.list_neighbors(config),
+            lambda here: size(here.make_plan(config)),
+            lambda here: increase(here.make_plan(config)),
+            1.0,
+        )
 
 
 def descend(
@@ -147,12 +157,12 @@ def descend(
     """Descend from `start` to smaller plans, always by the least increase of cost per size saved (ours).
 
     Lazy greedy search: the price of a step is measured again only when the step would come first, as if
-      prices
-    only rose while plans shrink. A step that led beyond the limit is not tried again. Both save most trials.
+    prices only rose while plans shrink. A step that led beyond the limit is not tried again. Both save most
+    trials.
 
     Args:
       start: parameters of the first plan.
-      list_neighbors: returns smaller plans by the name of the step.
+      list_neighbors: returns other plans by the name of the step.
       size: size of a plan.
       increase: measures the cost of a plan.
       limit: largest cost.
@@ -164,7 +174,11 @@ def descend(
     prices: dict[str, float] = {}
     failed: set[str] = set()
     while cost <= limit:
-        steps = {name: other for name, other in list_neighbors(here).items() if name not in failed}
+        steps = {
+            name: other
+            for name, other in list_neighbors(here).items()
+            if name not in failed and size(other) < size(here)
+        }
         costs: dict[str, float] = {}
         while steps:
             name = min(steps, key=lambda step: prices.get(step, -np.inf))

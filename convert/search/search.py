@@ -21,18 +21,18 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
 
-from convert.search.class_search import ClassNumbers, descend
+from convert.search.class_search import search_classes
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
+from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 from zdc_jax.planning.costs import request_seconds
 from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import (
@@ -49,8 +49,6 @@ from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time", "read"]
 
-CLASS_WINDOWS = (128, 256, 512)
-"""Windows tried with token classes."""
 NEGLIGIBLE = 0.01
 """Share of the limits: a layer that loses less without older tokens needs no measurement at other ranks."""
 PRICES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
@@ -73,7 +71,6 @@ class SearchOptions:
       trials: most plans to measure.
       objective: quantity to minimize at the windows' length. `bytes`: KV cache; `time`: seconds of attention
         as predicted by `zdc_jax.planning.costs.request_seconds`; `read`: bytes that decoding a token reads.
-      constrained: whether token classes obey the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
       min_retention: limit on the retention of each task that counts, in [0, 1); 0 ignores tasks.
       minutes: time after which no further plan is measured, above 0.
       on_kernels: whether layers choose older tokens only by indexes that the GPU kernels can read.
@@ -86,7 +83,6 @@ class SearchOptions:
     mode: Mode = "window"
     trials: int = 400
     objective: Objective = "bytes"
-    constrained: bool = True
     min_retention: float = 0.0
     minutes: float = math.inf
     on_kernels: bool = False
@@ -103,11 +99,6 @@ class SearchOptions:
         for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r}: must be one of {allowed}")
-
-
-def class_block(length: int) -> int:
-    """Return the number of tokens that are classified together in plans searched on windows of `length`."""
-    return min(TokenClasses.block, length)
 
 
 class Exhausted(Exception):
@@ -151,6 +142,8 @@ class Search:
             raise PlanError(
                 "objective='read': plans of method 'zdc' read the whole cache; use 'bytes' or method 'coded'"
             )
+        if options.objective == "time" and "classes" in options.mode:
+            raise PlanError(f"objective='time': mode={options.mode!r} minimizes bytes only; use 'bytes'")
         if options.on_kernels:
             raise PlanError("on_kernels=True: applies to plans of method 'coded' only")
 
@@ -167,11 +160,14 @@ class Search:
                     self._search_window()
                 case "uniform":
                     self._search_uniform()
-                case "classes":
-                    self._search_classes([0])
-                case "window+classes":
-                    windows = [window for window in windows_for(self.length) if window in CLASS_WINDOWS]
-                    self._search_classes(windows or [CLASS_WINDOWS[0]])
+                case "classes" | "window+classes":
+                    search_classes(
+                        self.config,
+                        self.length,
+                        self.size,
+                        lambda plan: self.cost(self.try_plan(plan)),
+                        with_window=options.mode == "window+classes",
+                    )
         if self.best is None:
             raise PlanError(
                 f"mode={options.mode!r}: no measured plan stays within {options.max_degradation:.2%} of "
@@ -280,20 +276,6 @@ class Search:
         for v in ranks:
             self.find_last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
 
-    def _search_classes(self, windows: Sequence[int]) -> None:
-        """Descend once per window from the last plan, because longer windows allow more steps."""
-        constrained = self.options.constrained
-        block = class_block(self.length)
-        numbers = ClassNumbers.largest(self.config, constrained=constrained, block=block)
-        for window in windows:
-            numbers = descend(
-                replace(numbers, window=window, sinks=SINKS if window else 0),
-                lambda here: here.list_neighbors(self.config, self.size, constrained=constrained),
-                lambda here: self.size(here.make_plan(self.config)),
-                lambda here: self.cost(self.try_plan(here.make_plan(self.config))),
-                1.0,
-            )
-
     def _list_path(self, costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
         """Return the layers of plans of falling size and rising cost."""
         return cheapest_path(costs)
@@ -396,22 +378,11 @@ def describe(config: ModelConfig, trial: Trial) -> str:
     tasks = f", at least {trial.least_retention:.1%} of each task" if trial.retention else ""
     return (
         f"{describe_bytes(trial)} at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]{tasks}: "
-        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_coded(trial.plan)}"
+        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_settings(trial.plan)}"
     )
 
 
 def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
-    if plan.classes is not None:
-        classes = plan.classes
-        member = 1 % config.num_layers  # The layer after the first leader.
-        important, rest, leaders = (
-            f"({ranks.qk}, {ranks.v})"
-            for ranks in (classes.important[member], plan.layers[member], plan.layers[0])
-        )
-        return (
-            f"{classes.fraction[0]:.0%} to {classes.fraction[-1]:.0%} of tokens important at (R, Z) = "
-            f"{important}, the rest at {rest}, {len(classes.leaders)} leaders at {leaders}"
-        )
     R, Z = plan.mean_ranks
     cut = sum(ranks.qk == 0 for ranks in plan.layers)
     return (
@@ -420,12 +391,12 @@ def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
     )
 
 
-def _describe_coded(plan: CompressionPlan) -> str:
-    """Return the settings of method `coded` with their numbers of layers; nothing for other methods."""
+def _describe_settings(plan: CompressionPlan) -> str:
+    """Return the settings of the method; those of `coded` with their numbers of layers."""
     per_layer = [plan.settings_of(layer) for layer, ranks in enumerate(plan.layers) if ranks.qk]
     coded = [settings for settings in per_layer if isinstance(settings, Settings)]
     if not coded:
-        return ""
+        return "".join(f", {name}={value}" for name, value in asdict(plan.settings).items())
     key_bits = [f"{each.bits_index} then {each.bits_k}" if each.index else str(each.bits_k) for each in coded]
     value_bits = [str(each.bits_v) for each in coded]
     reads = [

@@ -81,7 +81,7 @@ class SimulatedStore(NearFar):
         )
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, SimulatedValues]:
         """Compute q, k and v, and round what the store keeps."""
         q, k, v = attention.project(x, positions, implementation)

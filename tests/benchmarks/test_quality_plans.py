@@ -6,14 +6,13 @@ import pytest
 from conftest import LLAMA
 
 from benchmarks.quality.plans import FIRST, share_held
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan
 
 
 def test_shares_are_of_the_plain_cache():
     # The baseline ignores all other settings of a plan.
     full = CompressionPlan.full(LLAMA)
-    classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * LLAMA.num_layers, 64)
-    plan = replace(full, window=64, sinks=4, classes=classes)
+    plan = replace(full, window=64, sinks=4, method="kivi", settings=None)
     of_plain = plan.bytes(1024, 1, "bfloat16") / full.bytes(1024, 1, "bfloat16")
     assert share_held(full, 1024, "bfloat16") == 1
     assert share_held(plan, 1024, "bfloat16") == of_plain

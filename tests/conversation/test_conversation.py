@@ -11,7 +11,7 @@ from chat_templates import CHATML, GEMMA, THINKING
 from conftest import LLAMA, OPT, TinyModel
 from tiny_tokenizers import chat_tokenizer, sentencepiece
 
-from zdc_jax import CompressionPlan, LanguageModel, LayerRanks, Sampling, chat, chat_prompt, generate
+from zdc_jax import CompressionPlan, LanguageModel, Sampling, chat, chat_prompt, generate
 from zdc_jax.config import ModelConfig
 from zdc_jax.conversation.chat import decode_after, keeps_cache, tokenize_after
 from zdc_jax.conversation.prompt import chat_stop_tokens
@@ -20,8 +20,8 @@ from zdc_jax.errors import ChatError, PromptError
 from zdc_jax.generation import run, steps
 from zdc_jax.generation.chunks import bucket
 from zdc_jax.loading import TextSide
+from zdc_jax.methods import token_classes
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.plan import TokenClasses
 
 SHORT = replace(LLAMA, layers=LLAMA.layers[:2])
 SLIDING = replace(SHORT, layers=(LLAMA.layers[0], replace(LLAMA.layers[0], window=12)))
@@ -30,8 +30,10 @@ MESSAGES = ("the end", "Is it?", "not on these terms, no")
 
 
 def classes(config: ModelConfig, **near: int) -> CompressionPlan:
-    divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * config.num_layers, 8)
-    return replace(CompressionPlan.uniform(config, qk=16, v=16, **near), classes=divided)
+    settings = token_classes.Settings(group=config.num_layers, first=0.4, last=0.4, block=8)
+    return replace(
+        CompressionPlan.uniform(config, qk=32, v=32, **near), method="token_classes", settings=settings
+    )
 
 
 PLANS: dict[str, tuple[ModelConfig, Callable[[ModelConfig], CompressionPlan]]] = {
@@ -141,7 +143,7 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     assert seen.held == kept
     new = [len(prompt) - held for prompt, held in zip(seen.prompts, kept, strict=True)]
     assert seen.widths == [[bucket(count)] for count in new]
-    assert keeps_cache(model) == (model.plan.classes is None)
+    assert keeps_cache(model) == (model.plan.method != "token_classes")
 
 
 @pytest.mark.full

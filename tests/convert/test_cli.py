@@ -27,7 +27,6 @@ from zdc_jax.errors import PromptError
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import stored_basis
-from zdc_jax.plan import TokenClasses
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +143,12 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
 
 def test_token_classes_are_not_read_exactly(folder, tmp_path, capsys):
     config = Checkpoint.open(folder / "model").config
-    classes = TokenClasses((0,), (0.5,), (LayerRanks(64, 64),) * config.num_layers)
-    plan = replace(CompressionPlan.uniform(config, qk=32, v=32), classes=classes)
-    plan.save(tmp_path / "plan.json")
+    plan = CompressionPlan.uniform(config, qk=32, v=32)
+    replace(plan, method="token_classes", settings=None).save(tmp_path / "plan.json")
     capsys.readouterr()
     options = ["--plan", str(tmp_path / "plan.json"), "--protocol", "exact"]
     assert main(["evaluate", str(folder / "model"), str(folder / "text"), *options]) == 2
-    assert "--protocol exact: not for plans with token classes" in capsys.readouterr().err
+    assert "--protocol exact: not for plans of method token_classes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("evaluate", "TEXT")])
@@ -367,7 +365,7 @@ def test_inspect_checks_hashes(folder, capsys):
             ["plan", "{}/model", "{}/plan.json", "--texts", "{}/text", "--text-windows", "0"],
             "--text-windows 0: must be at least 1",
         ),
-        (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --texts"),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--on-kernels"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
@@ -420,7 +418,7 @@ FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective constrained "
+    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective "
     "on-kernels trials minutes text-windows context seed batch dtype",
     "generate": f"plan {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions reproducible distributed coordinator num-processes process-id join-timeout",

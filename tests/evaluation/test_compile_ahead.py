@@ -15,7 +15,7 @@ from zdc_jax.evaluation.answers import read_contexts
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.model import run_layer
-from zdc_jax.plan import LayerRanks, TokenClasses
+from zdc_jax.plan import LayerRanks
 
 
 def read(network, windows):
@@ -63,8 +63,7 @@ def test_what_is_known_is_passed_over(tiny_llama, by_layer):
 
 def test_layers_that_follow_others_are_left_out(tiny_llama):
     config = tiny_llama.config
-    classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * config.num_layers, block=32)
-    plan = replace(CompressionPlan.uniform(config, qk=16, v=16), classes=classes)
+    plan = replace(CompressionPlan.full(config), method="token_classes", settings=None)
     seen = []
     compile_ahead(tiny_llama.model(plan).network, seen.append)
     assert not seen

@@ -12,9 +12,9 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError, PromptError
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.loading import LanguageModel
-from zdc_jax.methods import h2o
+from zdc_jax.methods import h2o, token_classes
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan
 
 NEAR = {"window": 8, "sinks": 2}
 SHORT = replace(LLAMA, layers=LLAMA.layers[:2])
@@ -24,8 +24,10 @@ LENGTHS = ((1, 1), (70, 3), (40, 30), (5, 1), (31, 2), (1, 77), (64, 1))
 
 
 def classes(config: ModelConfig) -> CompressionPlan:
-    divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * config.num_layers, 8)
-    return replace(CompressionPlan.uniform(config, qk=16, v=16, **NEAR), classes=divided)
+    settings = token_classes.Settings(group=config.num_layers, first=0.4, last=0.4, block=8)
+    return replace(
+        CompressionPlan.uniform(config, qk=32, v=32, **NEAR), method="token_classes", settings=settings
+    )
 
 
 PLANS = {

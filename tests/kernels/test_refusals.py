@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kernels_pallas as kernels
-from kernels_pallas import DecodeConfig, PostRopeConfig, Ring, Segment, Trailing
+from kernels_pallas import DecodeConfig, PostRopeConfig, Ring, Trailing
 
 CALLS = 90
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32]
@@ -76,14 +76,6 @@ def decode_call(rng: np.random.Generator) -> Call:
     return arrays, options
 
 
-def segment_call(rng: np.random.Generator) -> Call:
-    B, K, G = rng.integers(1, 4, 3)
-    T = int(rng.choice([1, 90]))
-    sizes = [(rng.integers(1, 200), *widths(rng, "")[:2]) for _ in range(2)]
-    held = [Segment(shape(B, K, S, R), shape(B, K, S, Z), integers(B, S)) for S, R, Z in sizes]
-    return {"q": shape(B, T, K * G, 64), "positions": integers(B, T), "segments": held}, {}
-
-
 def post_rope_call(rng: np.random.Generator) -> Call:
     B, T, K, G = rng.integers(1, 200, 4) % [3, 200, 4, 3] + 1
     H, keep_tail = int(rng.choice([32, 64, 96, 128, 256])), bool(rng.random() < 0.5)
@@ -124,7 +116,6 @@ def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str,
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable[..., Call]]] = {
     "prefill": (partial(kernels.prefill_attention, scale=1.0), kernels.prefill_refusal, prefill_call),
     "decode": (partial(kernels.decode_attention, scale=1.0), kernels.decode_refusal, decode_call),
-    "segments": (partial(kernels.segment_attention, scale=1.0), kernels.segment_refusal, segment_call),
     "post_rope": (kernels.post_rope, kernels.post_rope_refusal, post_rope_call),
 }
 
@@ -184,14 +175,12 @@ def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 12
     """Return the kernels' refusals of arrays with these sizes and index arrays of dtype `ints`."""
     at, of_rows = partial(shape, dtype=ints), shape(B, dtype=ints)
     q, one, k, held = shape(B, T, N, 64), shape(B, N, 64), shape(B, K, S, 64), plane(B, K, S)
-    segments = [Segment(k, k, at(B, S))]
     scores = shape(B, K, S, dtype=jnp.float32)
     return {
         "prefill": kernels.prefill_refusal(q, k, k, starts=of_rows),
         "prefill, lengths": kernels.prefill_refusal(q, k, k, lengths=of_rows),
         "prefill, positions": kernels.prefill_refusal(q, k, k, positions=(at(B, T), at(B, S))),
         "decode": kernels.decode_refusal(one, k, k, of_rows),
-        "segments": kernels.segment_refusal(q, at(B, T), segments),
         "coded": kernels.coded_refusal(one, [held], held, of_rows, of_rows),
         "scan": kernels.scan_refusal(one, held, of_rows, of_rows, config=None),
         "select": kernels.select_refusal(scores, of_rows, of_rows, k=128),

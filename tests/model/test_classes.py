@@ -12,22 +12,24 @@ from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan, generate
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.specs.classes import ClassBlocks, Classified, arrange, class_order
 from zdc_jax.errors import PlanError, PromptError
+from zdc_jax.methods.token_classes import Settings
+from zdc_jax.methods.token_classes.cache import ClassBlocks, Classified, GroupState, classify
 from zdc_jax.model.run_layer import extend_layer
 from zdc_jax.ops import attention as ops
-from zdc_jax.plan import LayerRanks, TokenClasses
+from zdc_jax.ops.importance import token_importance
+from zdc_jax.parallel.mesh import MeshConfig
 
 BLOCK = 16
 LENGTH = 64
 """Padded length unit of rows in masked models."""
 
 
-def class_plan(tiny: TinyModel, leaders=(0,), fraction=0.4, more=32, less=16, **near) -> CompressionPlan:
+def class_plan(tiny: TinyModel, group=3, share=0.4, more=32, less=16, **near) -> CompressionPlan:
     """Return a plan whose layers after each leader keep `more` of important tokens and `less` of others."""
-    important = (LayerRanks(more, more),) * tiny.config.num_layers
-    classes = TokenClasses(leaders, (fraction,) * len(leaders), important, BLOCK)
-    return replace(CompressionPlan.uniform(tiny.config, qk=less, v=less, **near), classes=classes)
+    settings = Settings(group, share, share, less, less, BLOCK)
+    plan = CompressionPlan.uniform(tiny.config, qk=more, v=more, **near)
+    return replace(plan, method="token_classes", settings=settings)
 
 
 class Masked:
@@ -36,7 +38,8 @@ class Masked:
     def __init__(self, tiny: TinyModel, plan: CompressionPlan):
         self.network = tiny.model(CompressionPlan.full(tiny.config), tiny.basis()).network
         self.plan, self.H = plan, tiny.config.head_dim
-        self.important = {leader: np.zeros(0, bool) for leader in plan.classes.leaders}
+        self.group = plan.settings.group
+        self.important = {leader: np.zeros(0, bool) for leader in range(0, len(plan.layers), self.group)}
 
     def run(self, tokens: np.ndarray, classify) -> np.ndarray:
         """Return hidden states [T, D] of one row; `classify(importance, known)` extends the known classes.
@@ -47,13 +50,12 @@ class Masked:
         positions = jnp.arange(whole)[None]
         x = self.network.embeddings.embed(jnp.asarray(np.pad(tokens, (0, whole - T)))[None], positions)
         for index, block in enumerate(self.network.layers):
-            leads = index in self.plan.classes.leaders
-            group = max(leader for leader in self.plan.classes.leaders if leader <= index)
-            less, more = self.plan.layers[index], self.plan.classes.important[index]
-            important = np.zeros(whole, bool)
+            leads = index % self.group == 0
+            less, more = self.plan.settings, self.plan.layers[index]
+            important = np.full(whole, leads)
             if not leads:
-                important[:T] = self.important[group]
-            widths = [np.where(important, b, a) for a, b in ((less.qk, more.qk), (less.v, more.v))]
+                important[:T] = self.important[index // self.group * self.group]
+            widths = [np.where(important, b, a) for a, b in ((less.rest_qk, more.qk), (less.rest_v, more.v))]
             seen = []
 
             def attend(q, k, v, widths=widths, seen=seen):
@@ -121,10 +123,10 @@ def one_more(fraction, cap):
 NEAR = [{}, {"window": 8, "sinks": 2}]
 
 
-@pytest.mark.parametrize(("near", "leaders"), [(NEAR[0], (0, 2)), (NEAR[1], (0,))])
+@pytest.mark.parametrize(("near", "group"), [(NEAR[0], 2), (NEAR[1], 3)])
 @pytest.mark.full
-def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
-    plan = class_plan(tiny, leaders, **near)
+def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, group):
+    plan = class_plan(tiny, group, **near)
     tokens = tiny.tokens(2, 41)
     got = np.asarray(tiny.model(plan).network.hidden(jnp.asarray(tokens)))
     for row, ours in zip(tokens, got, strict=True):
@@ -148,7 +150,7 @@ def test_pieces_and_decoded_tokens_equal_masked_ones(tiny_llama: TinyModel, near
         at = np.array(prompts) + step
         hidden, cache = network.extend(cache, jnp.asarray(tokens[[0, 1], at][:, None]), jnp.asarray(at + 1))
         steps.append(np.asarray(hidden[:, 0]))
-    cap = plan.classes.blocks(0).slots(BLOCK)
+    cap = ClassBlocks(BLOCK, 0.4).important(BLOCK)
     for row, prompt in enumerate(prompts):
         masked = Masked(tiny_llama, plan)
         masked.run(tokens[row, :prompt], by_blocks(0.4))
@@ -180,20 +182,28 @@ def test_arrays_are_as_small_as_the_plan_says(tiny: TinyModel, near):
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 999), T=st.integers(1, 50), fraction=st.floats(0.05, 0.95))
+@given(seed=st.integers(0, 999), T=st.integers(1, 50), share=st.floats(0.05, 0.95))
 @pytest.mark.full
-def test_order_puts_each_token_into_one_slot_of_its_class(seed, T, fraction):
+def test_each_token_has_one_slot_of_its_class(seed, T, share):
     rng = np.random.default_rng(seed)
     importance = rng.normal(size=(2, T)).astype(np.float32)
-    valid = np.arange(T) < rng.integers(0, T + 1, (2, 1))
-    blocks = ClassBlocks(BLOCK, fraction)
-    first, second = (np.asarray(x) for x in class_order(jnp.asarray(importance), jnp.asarray(valid), blocks))
-    assert first.shape[1] == (blocks.important_in(T) if T > 1 else blocks.slots(1))
-    for row in range(2):
-        assert sorted([*first[row], *second[row]]) == list(range(T))
-        n = valid[row].sum()
-        want = np.flatnonzero(by_blocks(fraction)(importance[row, :n], None)) if n else []
-        assert sorted(i for i in first[row] if valid[row, i]) == list(want)
+    end, blocks = rng.integers(0, T + 1, 2), ClassBlocks(BLOCK, share)
+    empty = [jnp.full((2, slots), -1) for slots in blocks.segment_slots(64)]
+    group = GroupState((empty[0], empty[1]), jnp.full((2, BLOCK), -jnp.inf))
+    positions = jnp.broadcast_to(jnp.arange(T), (2, T))
+    group, slots = classify(group, jnp.asarray(importance), positions, jnp.asarray(end), blocks)
+    for row, n in enumerate(end):
+        important = by_blocks(share)(importance[row, :n], None)
+        for held, slot, mine in zip(group.positions, slots, (important, ~important), strict=True):
+            stored = np.asarray(held[row])
+            assert sorted(stored[stored >= 0]) == list(np.flatnonzero(mine))
+            np.testing.assert_array_equal(stored[np.asarray(slot[row, :n])[mine]], np.flatnonzero(mine))
+            used = np.flatnonzero(stored >= 0)
+            size = blocks.slots[0] if held is group.positions[0] else blocks.slots[1]
+            np.testing.assert_array_equal(used // size, stored[used] // BLOCK)
+        newest = importance[row, (n - 1) // BLOCK * BLOCK : n] if n else []
+        np.testing.assert_array_equal(group.importance[row, : len(newest)], newest)
+        assert (group.importance[row, len(newest) :] == -np.inf).all()
 
 
 @pytest.mark.full
@@ -208,7 +218,7 @@ def test_generation_in_pieces_equals_generation_at_once(tiny_llama: TinyModel):
 
 def test_what_classes_cannot_do_is_said(tiny_llama: TinyModel):
     plan = class_plan(tiny_llama)
-    model = tiny_llama.model(replace(plan, classes=replace(plan.classes, block=48)))
+    model = tiny_llama.model(replace(plan, settings=replace(plan.settings, block=48)))
     with pytest.raises(PromptError, match="must be a multiple of the plan's blocks of 48"):
         generate(model, [[5, 6, 7]], 2)
     model = tiny_llama.model(plan).network
@@ -260,9 +270,9 @@ def replayed(network, x, lse, implementation):
         def pick(array, taken=taken):
             return jnp.take_along_axis(array, taken[..., None], 1)
 
-        given = pick(lse).swapaxes(1, 2), positions, ends, specs[0].blocks
-        group, order = arrange(group, *given)
-        x_new, aux = pick(x).astype(network.dtype), Classified(group, order)
+        importance = token_importance(pick(lse).swapaxes(1, 2))
+        group, slots = classify(group, importance, positions, ends, specs[0].blocks)
+        x_new, aux = pick(x).astype(network.dtype), Classified(group.positions, slots)
         call = x_new, layer, aux, positions, ends, implementation
         y, layer, _ = extend_layer(network.layers[1], specs[1], *call)
         inside = np.asarray(positions) < end[:, None]
@@ -284,21 +294,39 @@ def test_class_layer_on_kernels_is_that_on_xla(tiny: TinyModel, near):
 
 
 IMPOSSIBLE = {
-    "leaders": [(), (1,), (0, 3), (0, 2, 1)],
-    "fraction": [(0.0,), (1.0,), (0.5, 0.5), (float("nan"),)],
-    "important": [(LayerRanks(32, 32),), (LayerRanks(16, 24),) * 3, (LayerRanks(16, 16),) * 3],
+    "group": [0, 1.5],
+    "first": [0.0, "a"],
+    "last": [1.0, float("nan")],
+    "rest_qk": [0, 8, 48],
+    "rest_v": [0, 24],
     "block": [0],
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in IMPOSSIBLE.items() for v in values])
 def test_impossible_classes_are_refused(tiny_llama: TinyModel, name, value):
-    plan = class_plan(tiny_llama, less=32)
-    with pytest.raises(PlanError):
-        replace(plan, classes=replace(plan.classes, **{name: value}))
+    plan = class_plan(tiny_llama)
+    with pytest.raises(PlanError, match=name):
+        replace(plan, settings=replace(plan.settings, **{name: value}))
 
 
 def test_classes_survive_json(tiny_llama: TinyModel, tmp_path):
-    plan = class_plan(tiny_llama, (0, 2), window=64)
+    plan = class_plan(tiny_llama, 2, window=64)
     plan.save(tmp_path / "plan.json")
     assert CompressionPlan.load(tmp_path / "plan.json") == plan
+
+
+def test_plans_that_classes_cannot_follow_are_refused(tiny_llama: TinyModel):
+    plan = class_plan(tiny_llama, window=64)
+    with pytest.raises(PlanError, match="rotated=False: method 'token_classes' needs a calibrated basis"):
+        replace(plan, rotated=False)
+    for own in ({"qk": 0, "v": 0, "window": 32}, {"settings": plan.settings}):
+        layers = (*plan.layers[:2], replace(plan.layers[2], **own))
+        with pytest.raises(PlanError, match="layer 2: method 'token_classes' supports no sliding windows"):
+            replace(plan, layers=layers)
+
+
+def test_a_mesh_is_refused(tiny_llama: TinyModel):
+    network = tiny_llama.model(class_plan(tiny_llama)).network
+    with pytest.raises(NotImplementedError, match="'token_classes': does not run on a mesh; use 'zdc'"):
+        network.on_mesh(MeshConfig().create())

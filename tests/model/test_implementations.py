@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from kernels_pallas import Segment
 from zdc_jax import generate
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
+from zdc_jax.methods.token_classes import Settings
+from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 from zdc_jax.ops import attention as ops
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 PLANS = {
     "full": {"qk": 32, "v": 32},
@@ -139,7 +140,7 @@ def random_calls(rng):
     def cached(q, k, v, state, positions, end, scale, implementation):
         return spec.attend(state, q, NewKeys(k), v, positions, end, None, Call(scale, implementation)).o
 
-    by_class = partial(ops.segment_attention, **near)
+    by_class = partial(segment_attention, **near)
     return {
         "self_attention": (partial(ops.self_attention, qk_rank=R, v_rank=Z, **near), qkv(9, H, H)),
         "near_attention": (
@@ -226,11 +227,10 @@ def test_model_on_kernels_is_the_model_on_xla(config, name):
 @pytest.mark.parametrize("classes", [False, True])
 def test_every_layer_is_served_by_the_kernels(caplog, classes):
     # Far attention has both ranks, one, or none, or token classes. Refused calls give a reason.
-    ranks = (LayerRanks(16, 16), LayerRanks(16, 16) if classes else LayerRanks(0, 0), LayerRanks(32, 32))
+    ranks = (LayerRanks(16, 16), LayerRanks(32, 32) if classes else LayerRanks(0, 0), LayerRanks(32, 32))
     plan = CompressionPlan(ranks, LLAMA.num_kv_heads, LLAMA.head_dim, sinks=4, window=64)
     if classes:
-        important = (LayerRanks(32, 32),) * 3
-        plan = replace(plan, classes=TokenClasses((0, 2), (0.4, 0.4), important, block=32))
+        plan = replace(plan, method="token_classes", settings=Settings(block=32))
     model = bfloat16(TinyModel(LLAMA).model(plan))
     ops._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):

@@ -26,7 +26,7 @@ from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import NATIVE
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan
 
 
 @pytest.mark.multigpu
@@ -49,29 +49,6 @@ def test_runahead_in_padded_pieces(near):
     for got, place in ((last, end - 1), (hidden[:, 0], end)):
         expected = exact[np.arange(2), place]
         assert np.abs(np.asarray(got) - expected).max() <= 1e-4 * np.abs(exact).max()
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("near", [{}, {"window": 64, "sinks": 4}])
-def test_token_classes(near):
-    # In float32, rounding moves no token to the other class.
-    degree = 4 if jax.device_count() >= 4 else 2
-    model = TinyModel(
-        replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2, max_positions=2048)
-    )
-    classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * 3, block=128)
-    plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
-    on_one = model.model(plan)
-    network = on_one.network.on_mesh(MeshConfig(sequence=degree).create())
-    tokens = jnp.asarray(model.tokens(2, 1500))
-    expected = np.asarray(on_one.network.hidden(tokens))
-    got = np.asarray(network.hidden(tokens))[:, :1500]
-    assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
-    prompts = [[5, 6, 7] * 200, [3, 9] * 60]
-    assert (
-        generate(replace(on_one, network=network), prompts, 20).completions
-        == generate(on_one, prompts, 20).completions
-    )
 
 
 @pytest.mark.multigpu

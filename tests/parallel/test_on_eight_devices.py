@@ -13,7 +13,7 @@ GROUPS = [
     pytest.param("loading decoding", marks=pytest.mark.full),
     pytest.param("payload coded_payload", marks=pytest.mark.full),
     pytest.param("serving", marks=pytest.mark.full),
-    pytest.param("codes classes", marks=pytest.mark.full),
+    pytest.param("codes", marks=pytest.mark.full),
     pytest.param("lowering numerics traffic", marks=pytest.mark.full),
     pytest.param("benchmark runahead zigzag", marks=pytest.mark.full),
 ]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.studies.fit_costs import fit, measured_rows
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
-from zdc_jax.planning.costs import H200, AttentionCall, layer_parts, request_seconds
+from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.planning.costs import H200, AttentionCall, request_seconds
 
 RANKS = st.sampled_from(range(16, 128, 16))
 TOKENS = st.integers(1, 100_000)
@@ -18,13 +18,11 @@ ROWS = measured_rows()
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_measured_row_is_met(row):
-    # Two classes also read positions when decoding, which the model leaves out.
-    within = 0.09 if row.kind == "decode" and len(row.parts) == 2 else 0.07
-    assert row.predicted(H200) == pytest.approx(row.seconds, rel=within)
+    assert row.predicted(H200) == pytest.approx(row.seconds, rel=0.07)
 
 
 def test_the_constants_are_those_of_the_fit():
-    assert len(ROWS) == 30
+    assert len(ROWS) == 28
     assert asdict(H200) == pytest.approx(asdict(fit(ROWS)), rel=1e-3)
 
 
@@ -35,35 +33,25 @@ def test_more_tokens_and_higher_ranks_cost_more(tokens, more, ranks, up, near):
     large = replace(small, tokens=tokens + more)
     low, high = LayerRanks(*ranks), LayerRanks(*map(max, ranks, up))
     for price in (H200.prefill, H200.decode):
-        assert price(small, [(1.0, low)]) < price(large, [(1.0, low)])
-        assert price(small, [(1.0, low)]) <= price(small, [(1.0, high)]) * (1 + 1e-12)
+        assert price(small, low) < price(large, low)
+        assert price(small, low) <= price(small, high) * (1 + 1e-12)
         # Attention to near keys alone has only masked blocks, which only longer prompts outweigh.
         if window and (price == H200.decode or tokens >= 16 * (window + sinks)):
-            assert price(small, [(1.0, LayerRanks(0, 0))]) <= price(small, [(1.0, low)]) * (1 + 1e-12)
+            assert price(small, LayerRanks(0, 0)) <= price(small, low) * (1 + 1e-12)
 
 
 def test_a_layer_that_keeps_everything_has_no_ring():
-    call, full = AttentionCall(32, 8, 128, 4096), [(1.0, LayerRanks(128, 128))]
+    call, full = AttentionCall(32, 8, 128, 4096), LayerRanks(128, 128)
     near = replace(call, window=512, sinks=4)
     assert H200.decode(near, full) == H200.decode(call, full)
     assert H200.prefill(near, full) == H200.prefill(call, full)
 
 
-def test_a_request_adds_up_over_layers_and_classes():
-    more, less, alike = LayerRanks(64, 96), LayerRanks(32, 64), LayerRanks(64, 64)
-    classes = TokenClasses((0,), (0.25,), (more, more))
-    plan = CompressionPlan((alike, less), num_kv_heads=8, head_dim=128, classes=classes)
-    assert layer_parts(plan, 0) == [(1.0, alike)]
-    assert layer_parts(plan, 1) == [(0.25, more), (0.75, less)]
+def test_a_request_adds_up_over_layers():
+    layers = LayerRanks(64, 96), LayerRanks(32, 64)
+    plan = CompressionPlan(layers, num_kv_heads=8, head_dim=128)
     call = AttentionCall(32, 8, 128, 4096, batch=16)
-
-    def one(ranks):
-        return (H200.prefill(call, [(1.0, ranks)]), H200.decode(call, [(1.0, ranks)]))
-
-    prefill, decode = (
-        [0.25 * a + 0.75 * b, c] for a, b, c in zip(*map(one, (more, less, alike)), strict=True)
-    )
-    expected = prefill[0] * H200.classes + prefill[1] + 512 * sum(decode)
+    expected = sum(H200.prefill(call, ranks) + 512 * H200.decode(call, ranks) for ranks in layers)
     assert request_seconds(plan, 32, 4096) == pytest.approx(expected)
 
 

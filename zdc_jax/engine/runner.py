@@ -514,16 +514,13 @@ def servable(network: Transformer) -> Transformer:
     """Check that the engine can serve a network, and return the network.
 
     Raises:
-      PlanError: the cache lacks a clause of the contract or uses host memory, or the plan has token classes
-        on a mesh.
+      PlanError: the cache lacks a clause of the contract or uses host memory.
       MeshError: the mesh divides sequences.
     """
     if (data := network.count_devices(DATA)) > 1:
         raise MeshError(
             f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
         )
-    if network.mesh is not None and network.plan.classes is not None:
-        raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
     for layer, spec in enumerate(network.layer_caches):
         if missing := CLAUSES - spec.clauses:
             kind = type(spec).__name__

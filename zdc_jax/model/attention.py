@@ -205,47 +205,6 @@ class Attention(nnx.Module):
     def _rope_frequencies(self) -> np.ndarray:
         return layer_frequencies(self.spec, self.config)
 
-    def project_classes(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        first: int,
-        less: tuple[int, int],
-    ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """Project tokens of two importance classes (ZDC §5.2).
-
-        Narrower keys and values use fewer columns of the same weights.
-
-        Args:
-          x: tokens in class order, important ones first.
-          positions: position of each token.
-          first: number of important tokens.
-          less: ranks R and Z of the remaining tokens.
-
-        Returns:
-          q of all tokens, then (k of important tokens, k of the others), and the same pair for v.
-        """
-        if first == x.shape[1]:
-            q, k, v = self.project(x, positions, "xla")
-            return q, (k.keys, k.keys[:, :0]), (v, v[:, :0])
-        important, rest = x[:, :first], x[:, first:]
-        q, k, v = self.project(important, positions[:, :first], "xla")
-        q_rest, _, _ = self.project(rest, positions[:, first:], "xla")
-        _, k_rest, v_rest = self.narrow(*less).project(rest, positions[:, first:], "xla")
-        return jnp.concatenate([q, q_rest], 1), (k.keys, k_rest.keys), (v, v_rest)
-
-    def narrow(self, R: int, Z: int) -> "Attention":
-        """Return this layer with only the first R coordinates of q and k and the first Z of v."""
-        rotations = ("q_rotation", "k_rotation")
-        qk = rotations if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
-        widths = dict.fromkeys(qk, R) | {"v": Z, "v_bias": Z, "frequencies": R // 2}
-        names = ("q", "k", "v", "o", *_BIASES, *_NORMS, *_BASIS)
-        params = {name: getattr(self, name) for name in names}
-        weights = {
-            name: value[...][..., : widths.get(name)] for name, value in params.items() if value is not None
-        }
-        return Attention(weights, self.config, self.spec)
-
     def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = skip_reduction) -> Float[Array, "B T D"]:
         """Apply W_O to the outputs of the heads, which are in the rotated basis."""
         return add_bias(reduce(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)

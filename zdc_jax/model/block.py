@@ -23,13 +23,6 @@ Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array
 """Projection of a layer: (attention, x [B, T, D], positions [B, T], implementation) → q, k, v."""
 
 
-def project_uniformly(
-    attention: Attention, x: Array, positions: Array, implementation: Implementation | None
-) -> tuple[Array, NewKeys, Array]:
-    """Project all tokens alike, with `Attention.project`."""
-    return attention.project(x, positions, implementation)
-
-
 def map_tokens(change: Callable[[Array], Array], q: Array, k: NewKeys, v: Any) -> tuple[Array, NewKeys, Any]:
     """Apply `change` to every per-token array of q, k and v, as a `Project` returns them."""
     return change(q), k.each(change), jax.tree.map(change, v)
@@ -66,7 +59,7 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attend,
         implementation: Implementation | None = None,
-        project: Project = project_uniformly,
+        project: Project = Attention.project,
         reduce: Reduce = skip_reduction,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the layer's output and the auxiliary results of `attend`."""
@@ -90,7 +83,7 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-        project: Project = project_uniformly,
+        project: Project = Attention.project,
     ) -> tuple[Array, NewKeys, Any]:
         """Return q, k and v in the form that `attend` expects."""
 

@@ -199,5 +199,5 @@ def _layer(
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), tail)
 
     attend = attend_alike if block.reproducible else attend_apart
-    x, (state, aux, tail) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
+    x, (state, aux, tail) = block(x, positions, attend, implementation, spec.project)
     return x, state, aux, tail

@@ -1,6 +1,5 @@
 """Programs that run one layer on one device: on whole sequences, on prompts, and on new tokens."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State, own_heads
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.layers import Reduce, skip_reduction
 from zdc_jax.model.tiles import attend_one_by_one
@@ -29,7 +28,7 @@ def read_layer_exactly(
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 
-    return block(x, positions, attend, project=partial(spec.project, aux=None))
+    return block(x, positions, attend, project=spec.project)
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -48,7 +47,7 @@ def run_whole_layer(
         attended = spec.attend_whole(q, k, v, positions, aux, call)
         return attended.o, attended.aux
 
-    return block(x, positions, attend, implementation, partial(spec.project, aux=aux))
+    return block(x, positions, attend, implementation, spec.project)
 
 
 def extend_layer(
@@ -60,17 +59,15 @@ def extend_layer(
     positions: Array,
     end: Array,
     implementation: Implementation | None,
-    all_heads: Callable[[Array], Array] = own_heads,
     reduce: Reduce = skip_reduction,
     table: Array | None = None,
 ) -> tuple[Array, State, Any]:
     """Run one layer on new tokens x [B, T, D]; return its output, extended cache and auxiliary results.
 
-    See `LayerCacheSpec.attend` for the arguments, `Call` for `all_heads` and `table`, and `Block` for
-    `reduce`. `x` may come from `duplicate_single_token`: the weights then see two copies, attention and cache
-    the first.
+    See `LayerCacheSpec.attend` for the arguments, `Call` for `table`, and `Block` for `reduce`. `x` may come
+    from `duplicate_single_token`: the weights then see two copies, attention and cache the first.
     """
-    call = Call(block.attention.scale, implementation, all_heads, table)
+    call = Call(block.attention.scale, implementation, table)
     batch = len(end)
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
@@ -87,7 +84,7 @@ def extend_layer(
         return o, (attended.state, attended.aux)
 
     wide = jnp.broadcast_to(positions, (len(x), positions.shape[1]))
-    x, (state, aux) = block(x, wide, attend, implementation, partial(spec.project, aux=aux), reduce)
+    x, (state, aux) = block(x, wide, attend, implementation, spec.project, reduce)
     return x, state, aux
 
 

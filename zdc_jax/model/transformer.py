@@ -23,7 +23,6 @@ from zdc_jax.model.run_layer import extend_layer_alone, read_layer_exactly, run_
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
-from zdc_jax.parallel.classes import check_classes, run_groups
 from zdc_jax.parallel.coded import check_caches
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.layers import (
@@ -208,8 +207,8 @@ class Transformer(nnx.Module):
         """Return the last hidden states of whole sequences, without a cache.
 
         On one device T_padded is T. On a mesh, T need not be a multiple of the devices along `sequence`.
-        Prompts are padded on the right, where causal attention does not look; with token classes each device
-        gets whole blocks. The result is divided by token and unspecified for padding.
+        Prompts are padded on the right, where causal attention does not look. The result is divided by token
+        and unspecified for padding.
 
         Args:
           tokens: whole sequences of equal length.
@@ -219,8 +218,8 @@ class Transformer(nnx.Module):
 
         Raises:
           MeshError: batch or tokens cannot be divided over this mesh. Raised before any computation.
-          NotImplementedError: the implementation cannot serve a call. Or a rounding payload or token classes
-            are combined with another `attention` than `sharded_attention`, or with one another.
+          NotImplementedError: the implementation cannot serve a call, or a rounding payload is combined with
+            another `attention` than `sharded_attention`.
           CalibrationError: the payload is `float8` and layers have no scales.
         """
         if self.mesh is not None:
@@ -318,13 +317,11 @@ class Transformer(nnx.Module):
         XLA's share of the work; tracing and lowering hold Python's lock.
 
         Raises:
-          NotImplementedError: the plan has token classes, or there is no mesh.
+          NotImplementedError: there is no mesh.
           MeshError: batch or tokens cannot be divided over this mesh.
         """
         if self.mesh is None:
             raise NotImplementedError("compile_prefill: needs a network on a mesh")
-        if self.plan.classes is not None:
-            raise NotImplementedError("compile_prefill: does not support plans with token classes")
         x, aux = self._embed_prompts(tokens), None
         divided = NamedSharding(self.mesh, layout("B S K R"))
         programs: dict[Any, Any] = {}
@@ -386,19 +383,6 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, list[State]]:
         """Return the last hidden states on a mesh and each layer's cache, None without a `capacity`."""
         assert self.mesh is not None
-        if self.plan.classes is not None:
-            check_classes(self.payload)
-            return run_groups(
-                self.prompt_layers,
-                self.layer_caches,
-                self.plan.classes.leaders,
-                self._embed_prompts(tokens),
-                end,
-                capacity,
-                mesh=self.mesh,
-                implementation=implementation,
-                weights=self.weights,
-            )
         x, aux, states = self._embed_prompts(tokens), None, []
         run_layer = partial(prompt_layer, **self._list_options(capacity, implementation, attention))
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
@@ -431,14 +415,13 @@ class Transformer(nnx.Module):
         return batch // count
 
     def _embed_prompts(self, tokens: Array) -> Array:
-        """Pad and embed tokens [B, T], after checking that they can be divided; blocks stay whole."""
+        """Pad and embed tokens [B, T], after checking that they can be divided."""
         assert self.mesh is not None
         (B, T), U = tokens.shape, self.count_devices(SEQUENCE)
         self._local_batch(B)
         if T < U:
             raise MeshError(f"{T} tokens: cannot be divided over sequence={U} devices; each needs one")
-        unit = U if self.plan.classes is None else U * self.plan.classes.block
-        padded = jnp.pad(tokens, ((0, 0), (0, -T % unit)))
+        padded = jnp.pad(tokens, ((0, 0), (0, -T % U)))
         return embed_prompts(self.embeddings, padded, jnp.int32(T), self.mesh)
 
 

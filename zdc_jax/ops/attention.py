@@ -15,7 +15,7 @@ the choice once per kind of call (logger `zdc_jax.ops`).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -25,17 +25,14 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import (
     Ring,
-    Segment,
     Trailing,
     decode_refusal,
     device_refusal,
     prefill_attention,
     prefill_refusal,
-    segment_refusal,
 )
-from kernels_pallas import segment_attention as kernel_segments
 from zdc_jax.axes import Array
-from zdc_jax.ops.xla import NearKeys, xla_attention, xla_segments
+from zdc_jax.ops.xla import NearKeys, xla_attention
 
 Implementation = Literal["pallas", "cudnn", "xla"]
 
@@ -204,49 +201,6 @@ def far_attention(
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     given: dict[str, Any] = {"sinks": sinks, "window": window, "block_scores": block_scores}
     return xla_attention(q, k, v, positions, scale=scale, near=None, **given)
-
-
-def segment_attention(
-    q: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
-    segments: Sequence[Segment],
-    *,
-    scale: float,
-    sinks: int,
-    window: int,
-    implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Attend from queries at `positions`, in any order, to the keys of several token classes.
-
-    Args:
-      q: queries; the scores of a segment use its first R coordinates.
-      positions: position of each query.
-      segments: keys k [B, K, S, R], values v [B, K, S, Z] and positions [B, S] of each class; a negative
-        position marks an empty slot.
-      scale, implementation: as in `self_attention`.
-      sinks: sinks to exclude; only far keys, sinks ≤ j ≤ t - window, are attended to.
-      window: recent window to exclude. If both are 0, all j ≤ t are attended to.
-
-    Returns:
-      The output, and its log-sum-exp; zeros and -inf for queries without visible keys. The output has the
-      width of the widest values; narrower values count as zero beyond their width.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this call; the message says why.
-    """
-
-    def operands(q: Array) -> dict[str, Any]:
-        return {"q": q, "positions": positions, "segments": segments}
-
-    refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: kernel_refusal(segment_refusal, operands, q),
-        "cudnn": lambda: "it does not support token classes",
-    }
-    kind = "class decode" if q.shape[1] == 1 else "class prefill"
-    attend = (
-        kernel_segments if choose_implementation(kind, implementation, refusals) == "pallas" else xla_segments
-    )
-    return attend(q, positions, segments, scale=scale, sinks=sinks, window=window)
 
 
 def choose_implementation(

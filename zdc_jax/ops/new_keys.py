@@ -1,9 +1,8 @@
 """Keys of new tokens, in the one form in which a layer's projections hand them to its cache (`NewKeys`)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -58,14 +57,13 @@ class NewKeys(NamedTuple):
     """Keys of new tokens.
 
     Attributes:
-      keys: keys [B, T, K, C] as attention reads them, unless there is a `turn`. With token classes, a pair of
-        arrays: those of important tokens, and of the others.
+      keys: keys [B, T, K, C] as attention reads them, unless there is a `turn`.
       turn: rotary embedding and basis that are not applied to q and `keys` yet, or None.
       shift: queries for the scores that keys without their mean lack, or None if the keys are whole.
       latents: latents of the keys, for caches that store those, or None.
     """
 
-    keys: Any
+    keys: Array
     turn: Turn | None = None
     shift: ShiftedQueries | None = None
     latents: Latents | None = None
@@ -74,7 +72,7 @@ class NewKeys(NamedTuple):
         """Apply `change` to the arrays that have a token axis."""
         turn, latents = self.turn, self.latents
         return NewKeys(
-            jax.tree.map(change, self.keys),
+            change(self.keys),
             turn and turn._replace(positions=change(turn.positions)),
             self.shift and self.shift.each(change),
             latents and latents._replace(latents=change(latents.latents)),

@@ -1,14 +1,13 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
-from kernels_pallas import Segment
 from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.shift import of_slots
@@ -97,29 +96,6 @@ def xla_attention(
     out, lse = jax.lax.map(run_block, jnp.arange((T + pad) // block))  # [blocks, ...]
     out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
     return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
-
-
-def xla_segments(
-    q: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
-    segments: Sequence[Segment],
-    *,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Compute `zdc_jax.ops.attention.segment_attention` in plain XLA, block by block."""
-    B, T, N, _ = q.shape
-    block = query_block(B * N * sum(segment.k.shape[2] for segment in segments), T)
-
-    def run_block(q: Array, positions: Array) -> tuple[Array, Array]:
-        t, parts = positions[:, :, None], []
-        for k, v, key_positions in segments:
-            j = key_positions[:, None]
-            parts.append(_Part(k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
-        return _attend(q, parts, scale)
-
-    return in_query_blocks(run_block, block, q, positions)
 
 
 def chosen_attention(

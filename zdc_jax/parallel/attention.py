@@ -85,8 +85,6 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
     name = getattr(attention, "__name__", repr(attention))
     if payload != "native":
         raise NotImplementedError(f"{payload=}: not supported by attention={name}; use sharded_attention")
-    if plan.classes is not None:
-        raise NotImplementedError(f"attention={name}: token classes need sharded_attention")
     if any(ranks.shift for ranks in plan.layers):
         raise NotImplementedError(f"attention={name}: shifted keys need sharded_attention")
     if plan.exchanges_quantized:
@@ -95,20 +93,6 @@ def check_attention(attention: ShardedAttention, payload: Payload, plan: Compres
 
 NearInputs = tuple[Array, Array, Array, Array]
 """Near keys and values of one device's tokens with their halo, then keys and values of the sinks."""
-
-
-def attend_near(
-    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: FarKeys
-) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
-    """Fetch halo and sinks, and compute near attention of one device's tokens.
-
-    Returns:
-      The output and its log-sum-exp.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this call; the message says why.
-    """
-    return attend_to_fetched(q, fetch_near(k, v, keys), keys)
 
 
 def fetch_near(k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: FarKeys) -> NearInputs:
@@ -120,7 +104,14 @@ def fetch_near(k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: Far
 def attend_to_fetched(
     q: Float[Array, "B t N H"], fetched: NearInputs, keys: FarKeys
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
-    """Compute `attend_near` on keys and values that were already fetched."""
+    """Compute near attention of one device's tokens.
+
+    Returns:
+      The output and its log-sum-exp.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
+    """
     start = jax.lax.axis_index(SEQUENCE) * q.shape[1]
     options: Any = {"scale": keys.scale, "window": keys.window, "implementation": keys.implementation}
     if keys.shift is not None:

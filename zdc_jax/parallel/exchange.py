@@ -69,23 +69,6 @@ def head_groups(num_kv_heads: int, degree: int) -> int:
     return 2 - num_kv_heads * kv_copies(num_kv_heads, degree) // degree % 2
 
 
-def scatter_heads(
-    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, formats: Sequence[Format] | None = None
-) -> list[Float[Array, "B _ _ _"]]:
-    """Exchange all heads of one device's tokens for all tokens of its heads.
-
-    This is one dense all-to-all (ZDC §5.3).
-
-    Args:
-      parts: q, k and v, or other arrays; each may have its own t, N and R. Heads that U does not divide are
-        sent `kv_copies` times.
-      axis: mesh axis.
-      formats: format of each array; default `AS_IS`.
-    """
-    (heads,) = scatter_head_groups(parts, axis, formats)
-    return heads
-
-
 def scatter_head_groups(
     parts: Sequence[Shaped[Array, "B _ _ _"]],
     axis: str,
@@ -93,10 +76,18 @@ def scatter_head_groups(
     groups: int = 1,
     overlapped: Any = None,
 ) -> list[list[Shaped[Array, "B _ _ _"]]]:
-    """Run `scatter_heads` in `groups` messages, one for each equal group of a device's heads.
+    """Exchange all heads of one device's tokens for all tokens of its heads, by group of the heads.
 
-    Messages follow one another, so that computation on the first group overlaps the second message.
-    `overlapped` are arrays to compute during the first message, before anything that depends on it (ours).
+    Each group travels in one dense all-to-all (ZDC §5.3). Messages follow one another, so that computation on
+    the first group overlaps the second message.
+
+    Args:
+      parts: q, k and v, or other arrays; each may have its own t, N and R. Heads that U does not divide are
+        sent `kv_copies` times.
+      axis: mesh axis.
+      formats: format of each array; default `AS_IS`.
+      groups: number of equal groups of a device's heads.
+      overlapped: arrays to compute during the first message, before anything that depends on it (ours).
     """
     U = jax.lax.axis_size(axis)
     formats = formats or [AS_IS] * len(parts)
@@ -144,31 +135,21 @@ def _scatter(parts: list[Array], axis: str) -> list[Array]:
     return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in by_sender]
 
 
-def gather_heads(o: Float[Array, "B T n Z"], axis: str, form: Format = AS_IS) -> Float[Array, "B t N Z"]:
-    """Exchange all tokens of one device's heads back for all heads of its tokens."""
-    return gather_head_groups([(o, None)], axis, form)[0]
-
-
-def gather_heads_and_lse(
-    o: Float[Array, "B T n Z"],
-    lse: Float[Array, "B n T"],
-    axis: str,
-    form: Format = AS_IS,
-    lse_dtype: Any = jnp.float32,
-) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
-    """Run `gather_heads` with the float32 log-sum-exp in the same message, rounded to `lse_dtype`."""
-    o, gathered = gather_head_groups([(o, lse)], axis, form, lse_dtype)
-    assert gathered is not None
-    return o, gathered
-
-
 def gather_head_groups(
     parts: Sequence[tuple[Float[Array, "B T n Z"], Float[Array, "B n T"] | None]],
     axis: str,
     form: Format = AS_IS,
     lse_dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"] | None]:
-    """Run `gather_heads` for the groups of `scatter_head_groups`, with the log-sum-exp where there is one."""
+    """Exchange all tokens of one device's heads back for all heads of its tokens.
+
+    Args:
+      parts: output and float32 log-sum-exp, or None, for each group of `scatter_head_groups`. Both travel in
+        one message.
+      axis: mesh axis.
+      form: format of the output.
+      lse_dtype: dtype that the log-sum-exp is rounded to.
+    """
     U, groups, first = jax.lax.axis_size(axis), len(parts), parts[0][0]
     all_heads = form.expand_heads(count := U * groups * first.shape[2])
     gathered = []

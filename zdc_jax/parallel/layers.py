@@ -191,7 +191,6 @@ def token_layer(
     implementation: Implementation | None,
 ) -> tuple[Array, State, Any]:
     """Run one layer on new tokens, divided by head; return what `extend_layer` does."""
-    gather = partial(jax.lax.all_gather, axis_name=BY_HEAD, axis=1, tiled=True)
 
     def local(
         block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array, table: Array | None
@@ -206,16 +205,13 @@ def token_layer(
             positions,
             end,
             implementation,
-            all_heads=gather,
             reduce=sum_over(mesh, BY_HEAD),
             table=table,
         )
         return x, with_new_empties(state), aux
 
     state_spec = jax.tree.map(cache_layout, state)
-    token, sequences = layout("B 1 D"), layout("B")
-    # Token classes hand on results for all heads; quantized caches hand on the selection of each KV head.
-    aux_spec = sequences if spec.exchange == "classes" else layout("B S K R")
+    token, sequences, aux_spec = layout("B 1 D"), layout("B"), layout("B S K R")
     in_specs = (
         weight_specs(block, BY_HEAD),
         token,

@@ -8,11 +8,10 @@ A decode step pays for a launch and for the bytes that it reads. If it reads a r
 addition to older tokens, it also pays for a second pass.
 
 The prediction leaves out projections, MLP and the rotary epilogue. It also leaves out the launches of
-prefill, which are negligible at the measured lengths. It extrapolates to ranks below 32 and to layers with
-both token classes and a window, which were not measured. Not part of the ZDC paper.
+prefill, which are negligible at the measured lengths. It extrapolates to ranks below 32, which were not
+measured. Not part of the ZDC paper.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +24,6 @@ BATCH = 16
 """Batch size that `request_seconds` assumes."""
 GENERATED = 1 / 8
 """Generated tokens per prompt token that `request_seconds` assumes."""
-
-Parts = Sequence[tuple[float, LayerRanks]]
-"""Shares of the tokens of a layer, which sum to 1, with their ranks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,6 @@ class KernelCosts:
       launch: launch of a decode step.
       ring: second pass of a decode step, over a ring of recent tokens.
       byte: byte that a decode step reads.
-      classes: factor on the time of prefill with two token classes.
     """
 
     pair: float
@@ -99,27 +94,15 @@ class KernelCosts:
     launch: float
     ring: float
     byte: float
-    classes: float
 
-    def prefill(self, call: AttentionCall, parts: Parts) -> float:
+    def prefill(self, call: AttentionCall, ranks: LayerRanks) -> float:
         """Return the seconds of prefill in one layer."""
-        terms = sum(share * call.prefill_terms(ranks) for share, ranks in parts)
         prices = self.pair, self.pair_qk, self.pair_v, self.near_pair, self.near_alone
-        seconds = float(terms @ np.array(prices))
-        return seconds * (self.classes if len(parts) > 1 else 1)
+        return float(call.prefill_terms(ranks) @ np.array(prices))
 
-    def decode(self, call: AttentionCall, parts: Parts) -> float:
+    def decode(self, call: AttentionCall, ranks: LayerRanks) -> float:
         """Return the seconds of one decode step in one layer."""
-        terms = sum(share * call.decode_terms(ranks) for share, ranks in parts)
-        return float(terms @ np.array([self.launch, self.ring, self.byte]))
-
-
-def layer_parts(plan: CompressionPlan, layer: int) -> Parts:
-    """Return the shares and ranks of the tokens of a layer; important tokens come first."""
-    if plan.classes is None or not plan.has_classes(layer):
-        return [(1.0, plan.layers[layer])]
-    share = plan.classes.fraction[plan.classes.group_of(layer)]
-    return [(share, plan.classes.important[layer]), (1 - share, plan.layers[layer])]
+        return float(call.decode_terms(ranks) @ np.array([self.launch, self.ring, self.byte]))
 
 
 H200 = KernelCosts(
@@ -131,13 +114,10 @@ H200 = KernelCosts(
     launch=1.298e-05,
     ring=1.052e-05,
     byte=2.222e-13,
-    classes=1.167,
 )
 """Prices on one H200, fitted by `benchmarks/studies/fit_costs.py` to `benchmarks/results/kernels-h200.json`.
 
-The fit covers 32 query heads of width 128. It is within 6 % of all measurements, except for decode with two
-token classes, which it underestimates by 8 %. `classes` relies on a single measurement, and `near_pair` on
-two.
+The fit covers 32 query heads of width 128. It is within 6 % of all measurements. `near_pair` relies on two.
 """
 
 
@@ -153,7 +133,7 @@ def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int) -> float
       tokens: tokens per prompt.
     """
     seconds = 0.0
-    for layer in range(len(plan.layers)):
+    for layer, ranks in enumerate(plan.layers):
         sinks, window = plan.near(layer)
         call = AttentionCall(
             num_heads=num_heads,
@@ -164,6 +144,5 @@ def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int) -> float
             window=window,
             sinks=sinks,
         )
-        parts = layer_parts(plan, layer)
-        seconds += H200.prefill(call, parts) + GENERATED * tokens * H200.decode(call, parts)
+        seconds += H200.prefill(call, ranks) + GENERATED * tokens * H200.decode(call, ranks)
     return seconds

@@ -24,7 +24,7 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention, widened
-from zdc_jax.parallel.exchange import gather_heads, moved, scatter_heads
+from zdc_jax.parallel.exchange import gather_head_groups, moved, scatter_head_groups
 from zdc_jax.parallel.far import FarKeys, Near
 from zdc_jax.parallel.layers import embed_prompts, last_token, prompt_layer
 from zdc_jax.parallel.mesh import SEQUENCE
@@ -97,7 +97,7 @@ def late_ulysses(
     """
     keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
     width = v.shape[-1]
-    q, k, v = scatter_heads((q, k, v), SEQUENCE)
+    ((q, k, v),) = scatter_head_groups((q, k, v), SEQUENCE)
     if keys.are_all:
         q, k, v = q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
     o, _ = self_attention(
@@ -111,7 +111,7 @@ def late_ulysses(
         window=keys.window,
         implementation=keys.implementation,
     )
-    return gather_heads(widened(o, width), SEQUENCE), None
+    return gather_head_groups([(widened(o, width), None)], SEQUENCE)
 
 
 def zigzag_order(length: int, degree: int) -> Int[np.ndarray, " T"]:
@@ -212,8 +212,7 @@ class ZigzagTransformer:
       attention: `all_gather_zigzag` or `ring_zigzag`.
 
     Raises:
-      NotImplementedError: the plan has token classes or shifted or quantized keys, or the payload is not
-        native.
+      NotImplementedError: the plan has shifted or quantized keys, or the payload is not native.
     """
 
     def __init__(self, network: Transformer, attention: ShardedAttention):

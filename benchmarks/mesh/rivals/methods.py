@@ -72,7 +72,7 @@ def method_bytes(
     = 2 ⌈T/2U⌉, and there are no recent tokens.
 
     Raises:
-      NotImplementedError: the method cannot send this payload or token classes, or `prefill_bytes` refuses.
+      NotImplementedError: the method cannot send this payload, or `prefill_bytes` refuses.
     """
     check_attention(attention_of(method), payload, plan)
     if method in ("ulysses", "late_ulysses"):

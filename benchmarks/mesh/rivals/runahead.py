@@ -31,6 +31,7 @@ from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.parallel.coded import check_caches
 from zdc_jax.parallel.prompt_cache import fit_slots
 
 
@@ -71,14 +72,13 @@ class RunaheadTransformer:
 
     Raises:
       MeshError: no device.
-      NotImplementedError: the plan has token classes.
+      NotImplementedError: the method of the plan does not run on a mesh.
     """
 
     def __init__(self, network: Transformer, devices: Sequence[jax.Device]):
         if not devices:
             raise MeshError(f"{devices=} must name at least one device")
-        if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes do not run in chunks")
+        check_caches(network.plan, "native", 1)
         self.plan, self.devices = network.plan, tuple(devices)
         self.networks = tuple(jax.device_put(network, device) for device in devices)
 

@@ -45,14 +45,12 @@ class MeshRunahead:
 
     Raises:
       MeshError: the mesh has several devices along `data` or `model`.
-      NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
+      NotImplementedError: weights are gathered, or the payload is not native.
     """
 
     def __init__(self, network: Transformer):
         if network.mesh.size != network.mesh.shape[SEQUENCE]:
             raise MeshError(f"mesh={dict(network.mesh.shape)} must have one device along data and model")
-        if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes do not run in chunks")
         for name, allowed in (("weights", "replicated"), ("payload", "native")):
             if (value := getattr(network, name)) != allowed:
                 raise NotImplementedError(f"{name}={value!r} does not run in chunks, {allowed!r} does")

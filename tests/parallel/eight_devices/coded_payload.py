@@ -19,7 +19,7 @@ from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel import payload as payloads
 from zdc_jax.parallel.attention import sharded_attention
-from zdc_jax.parallel.exchange import gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.exchange import gather_head_groups, kv_copies, scatter_head_groups
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import Formats, coded_blocks, halo_blocks
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -55,7 +55,7 @@ def test_what_arrives_is_what_the_codes_say(N, K):
     sent = Formats.coded(40, 12)
 
     def scatter(*x):
-        return scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+        return scatter_head_groups(x, SEQUENCE, (sent.q, sent.k, sent.v))[0]
 
     for kind, x, got in zip("qkv", qkv, sharded(scatter, (TOKENS,) * 3, [HEADS] * 3)(*qkv), strict=True):
         copies = 1 if kind == "q" else kv_copies(K, U)
@@ -64,7 +64,7 @@ def test_what_arrives_is_what_the_codes_say(N, K):
     o, lse = (rng.normal(size=shape).astype(np.float32) for shape in ((B, T, N, 12), (B, N, T)))
     lse[:, :, :3] = -np.inf
     back = sharded(
-        lambda o, lse: gather_heads_and_lse(o, lse, SEQUENCE, sent.o, sent.lse),
+        lambda o, lse: gather_head_groups([(o, lse)], SEQUENCE, sent.o, sent.lse),
         (HEADS, HEADS_FIRST),
         (TOKENS, HEADS),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.exchange import gather_head_groups, kv_copies, scatter_head_groups
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.near import first_tokens, halo_rows, with_halo
 
@@ -27,7 +27,7 @@ def sharded(f, in_specs, out_specs, devices=U):
 @pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (12, 3), (12, 6)])
 def test_every_head_gets_all_its_tokens(N, K):
     q, k, v = coded(N, 5), coded(K, 5) + 0.25, coded(K, 3) + 0.5
-    scatter = sharded(lambda *x: scatter_heads(x, SEQUENCE), (TOKENS,) * 3, [HEADS] * 3)
+    scatter = sharded(lambda *x: scatter_head_groups(x, SEQUENCE)[0], (TOKENS,) * 3, [HEADS] * 3)
     heads_q, heads_k, heads_v = scatter(q, k, v)
     np.testing.assert_array_equal(heads_q, q)
     copies = kv_copies(K, U)
@@ -46,8 +46,8 @@ def test_there_and_back_bit_by_bit(dtype):
     x = jax.lax.bitcast_convert_type(bits, dtype)  # NaNs and denormals among them
 
     def round_trip(x):
-        heads, *_ = scatter_heads((x, x, x), SEQUENCE)
-        return gather_heads(heads, SEQUENCE)
+        ((heads, *_),) = scatter_head_groups((x, x, x), SEQUENCE)
+        return gather_head_groups([(heads, None)], SEQUENCE)[0]
 
     back = sharded(round_trip, (TOKENS,), TOKENS)(x)
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(back, bits.dtype), bits)
@@ -58,7 +58,7 @@ def test_log_sum_exp_travels_in_float32(dtype):
     o = coded(8, 6, dtype)
     lse = jax.random.normal(jax.random.key(0), (B, 8, T)).at[:, :, :3].set(-jnp.inf)
     back = sharded(
-        lambda o, lse: gather_heads_and_lse(o, lse, SEQUENCE),
+        lambda o, lse: gather_head_groups([(o, lse)], SEQUENCE),
         (HEADS, P(None, SEQUENCE)),
         (TOKENS, P(None, None, SEQUENCE)),
     )(o, lse)

@@ -15,7 +15,7 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
 from zdc_jax.parallel.attention import sharded_attention
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.exchange import gather_head_groups, kv_copies, scatter_head_groups
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import EXACT, Formats, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -50,7 +50,7 @@ def test_what_arrives_is_what_the_cast_gives(N, K):
     sent = Formats.float8(*scales)
 
     def scatter(*x):
-        return scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+        return scatter_head_groups(x, SEQUENCE, (sent.q, sent.k, sent.v))[0]
 
     got = sharded(scatter, (TOKENS,) * 3, [HEADS] * 3)(q, k, v)
     copies = kv_copies(K, U)
@@ -63,8 +63,8 @@ def test_what_arrives_is_what_the_cast_gives(N, K):
     o = np.random.default_rng(2).normal(size=(B, T, N, 3)).astype(np.float32)
 
     def back(o, lse):
-        alone = gather_heads(o, SEQUENCE, sent.o)
-        return alone, *gather_heads_and_lse(o, lse, SEQUENCE, sent.o)
+        alone, _ = gather_head_groups([(o, None)], SEQUENCE, sent.o)
+        return alone, *gather_head_groups([(o, lse)], SEQUENCE, sent.o)
 
     alone, o8, lse8 = sharded(back, (HEADS, HEADS_FIRST), (TOKENS, TOKENS, HEADS))(o, lse)
     np.testing.assert_array_equal(alone, emulated(o, scales[2]))

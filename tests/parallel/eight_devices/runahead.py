@@ -22,7 +22,7 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
 HEADS = {"MHA": (4, 4), "GQA": (8, 2)}
@@ -193,12 +193,10 @@ def test_refuses():
     gathered = network.on_mesh(MeshConfig(sequence=2).create(), weights="gathered")
     with pytest.raises(NotImplementedError, match="weights='gathered' does not run in chunks"):
         MeshRunahead(gathered)
-    classes = TokenClasses((0,), (0.5,), network.plan.layers)
     model, _ = tiny("llama", "GQA")
-    network = Transformer(
-        model.config, replace(network.plan, classes=classes), model.embeddings, model.layers
-    )
-    with pytest.raises(NotImplementedError, match="token classes"):
+    plan = replace(network.plan, method="token_classes", settings=None)
+    network = Transformer(model.config, plan, model.embeddings, model.layers)
+    with pytest.raises(NotImplementedError, match="method='token_classes': does not run on a mesh"):
         RunaheadTransformer(network, jax.devices())
-    with pytest.raises(NotImplementedError, match="token classes"):
-        MeshRunahead(network.on_mesh(MeshConfig(sequence=2).create()))
+    with pytest.raises(NotImplementedError, match="method='token_classes': does not run on a mesh"):
+        network.on_mesh(MeshConfig(sequence=2).create())

@@ -115,9 +115,9 @@ class Paged(LayerCacheSpec):
         return [leaf for leaf, pool in zip(leaves, self.pooled(state), strict=True) if not pool]
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Any]:
-        return self.spec.project(attention, x, positions, implementation, aux)
+        return self.spec.project(attention, x, positions, implementation)
 
     def put_prompt(self, state: State, rows: State, tokens: int, end: Array, table: Array) -> State:
         """Store prompts that were read without pages.

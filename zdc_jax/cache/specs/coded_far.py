@@ -71,7 +71,7 @@ class CodedFar(NearFar):
         return self.code_far(state, k.keys, v, positions, end)
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Array]:
         """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
         return attention.project_unrotated(x, positions, implementation)

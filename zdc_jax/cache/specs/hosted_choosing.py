@@ -76,7 +76,7 @@ class HostedChoosing(CodedChoosing):
         return FarTokens(_host_zeros((batch, capacity + 1, self.num_kv_heads, self._width)), (), index)
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Array]:
         """Compute q, k and v in stored form, since no kernel writes to host memory."""
         return attention.project(x, positions, implementation)

@@ -30,7 +30,7 @@ class Latents(NearFar):
         return self.bytes(tokens) + self.fixed_bytes
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Array]:
         """Compute q, keys with their latents, and v."""
         return attention.project_latent(x, positions, implementation)

@@ -26,29 +26,22 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages", "shift"]
 - `order`: the result of a sequence does not depend on its index in the batch.
 - `reuse`: a released sequence serves its next request like a new one.
 - `pages`: leaves [B, K, S/n, …] that grow with the capacity store tokens by position, n tokens per slot. No
-  other leaf says which tokens are stored (`paging.paged`). `project` treats all tokens alike, whatever
-  `aux` is, and its arrays are [B, T, …].
+  other leaf says which tokens are stored (`paging.paged`).
 - `shift`: attention adds `NewKeys.block_scores`, so that keys may arrive without their mean.
 
 Two more properties hold for every spec: attention on a cache equals attention on whole sequences, and `bytes`
 equals the size of the arrays.
 """
 
-Exchange = Literal["coordinates", "quantized", "classes"]
+Exchange = Literal["coordinates", "quantized"]
 """Form in which the devices of a mesh exchange the keys and values of a prompt (`zdc_jax.parallel`).
 
 - `coordinates`: leading coordinates in the model's dtype, or in the payload's.
 - `quantized`: the quantized values that the cache stores.
-- `classes`: coordinates of tokens in two classes.
 """
 
 State = Any
 """Arrays of one layer's cache: a tree whose leaves begin with the axis B."""
-
-
-def own_heads(lse: Array) -> Array:
-    """Return `lse` unchanged: the default of `Call.all_heads`, for a device that has all heads."""
-    return lse
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,6 @@ class Call:
     Attributes:
       scale: factor on the scores.
       implementation: requested implementation; None chooses one.
-      all_heads: function from lse [B, N', T] of this device's heads to the lse of the heads of all devices,
-        for specs whose choice of tokens depends on all heads.
       table: page table [B, n] int32 of a paged cache.
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
@@ -73,7 +64,6 @@ class Call:
 
     scale: float
     implementation: Implementation | None = None
-    all_heads: Callable[[Array], Array] = own_heads
     table: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
@@ -230,7 +220,7 @@ class LayerCacheSpec(ABC):
         return self.write(self.create(positions.shape[0], capacity), k, v, positions, end)
 
     def project(
-        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
     ) -> tuple[Array, NewKeys, Any]:
         """Compute q, k and v of new tokens in the form that `attend` accepts.
 
