@@ -396,50 +396,6 @@ def calibration() -> str:
     return table("stage | time", lines, "calibration-llama-2-13b-shape")
 
 
-def choice_in_words(label: str) -> str:
-    """Return a choice of key blocks in words, from its label in `benchmarks.studies.block_lists`."""
-    kind, *words = label.split()
-    if kind == "recent":
-        return "the last blocks"
-    settings = dict(word.partition("=")[::2] for word in words)
-    rule, text = ("mass", "of the mass") if "mass" in settings else ("share", "of the blocks")
-    blocks = f"{settings.get('Q', 128)} × {settings.get('P', 128)}"
-    sampled = f"{settings['R']} coordinates of {settings['m']} queries"
-    return f"{float(settings[rule]):.0%} {text}, {sampled}, blocks of {blocks}"
-
-
-def block_lists() -> str:
-    """Return what lists of key blocks cost, on text that no setting was chosen on."""
-    name = f"block-lists-{MODEL}"
-    rows = [row for row in read(name)["rows"] if (row["split"], row["seed"]) == ("heldout", 16)]
-    lines = []
-    for row in sorted(rows, key=lambda row: row["context"]):
-        retained = (lowest(row["tasks"][how]) for how in ("lists", "all"))
-        longer = "–" if "recent" in row["choice"] else f"{row['extrapolated']['fitted']['131072']:.1%}"
-        about = f"{row['context']:,} | {row['documents']} | {choice_in_words(row['choice'])}"
-        cells = " | ".join(f"{each.retention:.2f} {each.task}" for each in retained)
-        lines.append(f"{about} | {row['density']:.1%} | {with_interval(row)} | {cells} | {longer}")
-    heads = (
-        "tokens | documents | chosen by | blocks attended | perplexity | lowest retention, question by lists"
-    )
-    return table(f"{heads} | question by all blocks | extrapolated to 131,072", lines, name)
-
-
-def block_lists_times() -> str:
-    """Return the time of a prompt of 131,072 tokens by lists, with 8 KV heads."""
-    names = ("block-lists-h200", "block-lists-judged-h200")
-    rows = [row for name in names for row in read(name)["results"]]
-    lines = []
-    for row in rows:
-        if (row["S"], row["kv_heads"]) == (131_072, 8) and row["density"] < 0.3:
-            lists = "as long as judged" if "judged" in row else "of one length"
-            sizes = "{}, {} | {} × {}".format(*row["ranks"], *row["blocks"])
-            times = " | ".join(f"{row[key]:.1f}" for key in ("ms", "choice_ms", "cudnn_ms"))
-            lines.append(f"{lists} | {sizes} | {row['density']:.0%} | {times} | {row['speedup']:.2f}x")
-    heads = "lists | R, Z | blocks | attended | attention, ms | choice, ms | cuDNN, ms | speed"
-    return table(heads, lines, *names)
-
-
 def predictor() -> str:
     """Return predicted plans of models left out of the fit, relative to the search of each model."""
     files = [f"predicted-{path.stem}" for path in sorted((RESULTS / "observations").glob("*.json"))]
@@ -475,8 +431,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sequence": sequence,
     "payload": payload,
     "calibration": calibration,
-    "block lists": block_lists,
-    "block lists times": block_lists_times,
     "predictor": predictor,
 }
 

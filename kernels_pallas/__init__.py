@@ -12,7 +12,6 @@ from kernels_pallas.prefill.attention import prefill_attention as prefill_attent
 from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
 from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
 from kernels_pallas.prefill.inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
-from kernels_pallas.prefill.inputs import BlockLists as BlockLists
 from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill.inputs import Trailing as Trailing
 from kernels_pallas.quantized.attention import coded_attention as coded_attention
@@ -32,7 +31,6 @@ from kernels_pallas.quantized.turn_and_store import Turning as Turning
 from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
 from kernels_pallas.reference import attention_reference as attention_reference
-from kernels_pallas.refusals import block_mass_refusal as block_mass_refusal
 from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import dequantise_refusal as dequantise_refusal
@@ -49,7 +47,6 @@ from kernels_pallas.rope.post_rope import TILE_TOKENS as TILE_TOKENS
 from kernels_pallas.rope.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.rope.post_rope import post_rope as post_rope
 from kernels_pallas.rope.score_blocks import score_blocks as score_blocks
-from kernels_pallas.select.block_mass import block_mass as block_mass
 from kernels_pallas.select.largest import largest as largest
 from kernels_pallas.select.largest import largest_reference as largest_reference
 from kernels_pallas.select.scan import ScanConfig as ScanConfig

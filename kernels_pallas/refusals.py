@@ -19,7 +19,6 @@ from kernels_pallas.quantized.round_tokens import check_round_tokens
 from kernels_pallas.quantized.turn_and_store import check_turn_and_store
 from kernels_pallas.rope.post_rope import checked_launch
 from kernels_pallas.rope.score_blocks import check_score_blocks
-from kernels_pallas.select.block_mass import check_block_mass
 from kernels_pallas.select.inputs import check_largest
 from kernels_pallas.select.scan import check_scan
 
@@ -47,7 +46,6 @@ def _check_here(q: Shaped) -> None:
 
 
 prefill_refusal = _refusal(check_prefill)
-block_mass_refusal = _refusal(check_block_mass)
 decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
 dequantise_refusal = _refusal(check_dequantise)

@@ -32,7 +32,7 @@ from zdc_jax.presets import resolve_plan
 KINDS = {
     "attention of prompts": "zdc_prefill",
     "attention of tokens": "zdc_coded_decode|zdc_decode|zdc_merge",
-    "choice of tokens to read": "zdc_coded_scan|zdc_largest|zdc_block_mass",
+    "choice of tokens to read": "zdc_coded_scan|zdc_largest",
     "rotation and quantization": "zdc_post_rope|zdc_encode|zdc_turn_and_store",
     "dequantization": "zdc_dequantise",
     "block scores": "zdc_score_blocks",

@@ -21,9 +21,6 @@ part.
 
 With near keys in arrays of their own, masked steps of far keys come before those of near keys, whose blocks
 the producer takes from these arrays. A position is visible in one of both kinds of steps.
-
-With lists of blocks, only the producer reads other rows: it looks up which block comes next. Sparse attention
-to blocks of keys follows MInference (Jiang et al., 2024).
 """
 
 import functools
@@ -44,13 +41,11 @@ from kernels_pallas.prefill.consumer import Consumer, attend
 from kernels_pallas.prefill.inputs import (
     GAIN_BLOCK,
     ROWS,
-    BlockLists,
     Keys,
     PrefillConfig,
     Trailing,
     Widths,
     check_prefill,
-    listed_config,
 )
 from kernels_pallas.prefill.items import Geometry, item_of
 from kernels_pallas.prefill.memory import Buffers, Operands, Pair
@@ -90,7 +85,7 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"{R=}, {Z=}, {H=}, {HV=}: no tile fits into shared memory; widths must be smaller")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "blocks", "config"))
+@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],
@@ -106,8 +101,6 @@ def prefill_attention(
     near: Trailing | None = None,
     block_table: Int[Array, "B pages"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    lists: BlockLists | None = None,
-    blocks: tuple[int, int] = (128, 128),
     block_scores: Float[Array, "B T N blocks"] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
@@ -140,14 +133,10 @@ def prefill_attention(
       positions: positions of queries and of keys, in any order, if they are not consecutive (token classes).
         A negative position marks an absent key. Trailing blocks that no query of a tile sees are skipped, so
         roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
-      lists: blocks of keys that queries attend to, and no others. Only with `keys="all"`, without `trailing`
-        and `positions`.
-      blocks: (Q, P), queries per block of `lists`, a multiple of 64, and keys per block, 64 or 128.
       block_scores: what scaled scores gain in each block of 64 positions of keys, float32 [B, T, N, blocks],
         for every block with a visible key. `trailing.start` must then be a multiple of 64. Not with
-        `positions` or `lists`.
-      config: tile sizes; None uses the measured or default ones. With lists, warpgroups · 64 must divide Q,
-        and block_kv must be P.
+        `positions`.
+      config: tile sizes; None uses the measured or default ones.
 
     Returns:
       The output in the dtype of q, with Hv = Z, or H with `trailing`; and the natural log-sum-exp of each
@@ -171,8 +160,6 @@ def prefill_attention(
         near=near,
         block_table=block_table,
         positions=positions,
-        lists=lists,
-        blocks=blocks,
         block_scores=block_scores,
         config=config,
     )
@@ -191,8 +178,6 @@ def prefill_attention(
     H, HV = (H, H) if two_ranks else (R, Z)
     page = 0 if block_table is None else S
     S = S if block_table is None else block_table.shape[1] * page
-    if lists is not None:
-        config = config or listed_config(R, Z, blocks)
     config = config or config_for(R, Z, H, HV, page=page)
     if block_scores is not None and config.block_kv > 2 * GAIN_BLOCK:
         config = replace(config, block_kv=2 * GAIN_BLOCK, turns=min(config.turns, 2 * GAIN_BLOCK))
@@ -206,18 +191,17 @@ def prefill_attention(
         tiles=pl.cdiv(T, config.warpgroups * ROWS),
         S=S,
         page=page,
-        sinks=sinks if lists is None else 0,
+        sinks=sinks,
         window=window,
         scale=scale,
         keys="near" if near_only else keys if near is None else "both",
         two_ranks=two_ranks,
         positions=positions is not None,
-        listed=blocks[0] if lists is not None else 0,
         together=_together(B * N, N // K, S * (R + Z)),
     )
     scalars, q = jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)
     far, own, own_sinks = jax.tree.map(lambda x: common.pad_rows(x, 2), (far, own, own_sinks))
-    listed, bounds = (None, None) if lists is None else lists
+    bounds = None
     if positions is not None:
         positions, bounds = _bounds(positions, g.tiles, config)
     if block_scores is not None:
@@ -231,7 +215,6 @@ def prefill_attention(
         near=own,
         sinks=own_sinks,
         positions=positions,
-        lists=listed,
         bounds=bounds,
         table=block_table,
         gains=block_scores,

@@ -1,10 +1,8 @@
 """Arguments of the prefill kernel other than q, k and v, and its argument checks."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import common
@@ -18,8 +16,6 @@ LARGEST_BLOCK = 256
 """Largest number of keys per step; reads past the last valid key end at a multiple of it."""
 BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
 """Allowed numbers of keys per step."""
-LISTED = (SMALLEST_BLOCK, 128)
-"""Allowed keys per block of a list; 256 per step do not fit into registers."""
 GAIN_BLOCK = 64
 """Consecutive positions of keys whose scores gain the same."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
@@ -93,19 +89,6 @@ class Widths(NamedTuple):
     HV: int
 
 
-class BlockLists(NamedTuple):
-    """Blocks of P keys that each block of Q queries attends to; block j has positions j·P … (j+1)·P - 1.
-
-    Attributes:
-      blocks: key blocks of each block of queries, by KV head, [B, K, ⌈T/Q⌉, most] int32. They ascend and end
-        with all blocks of the queries' own positions; later entries are arbitrary.
-      counts: number of blocks in each list, [B, K, ⌈T/Q⌉] int32.
-    """
-
-    blocks: Array
-    counts: Array
-
-
 class Trailing(NamedTuple):
     """Trailing coordinates of near keys and values.
 
@@ -143,8 +126,6 @@ def check_prefill(
     block_table: Shaped | None = None,
     near: "Trailing | None" = None,
     positions: tuple[Shaped, Shaped] | None = None,
-    lists: BlockLists | None = None,
-    blocks: tuple[int, int] = (128, 128),
     block_scores: Shaped | None = None,
     config: PrefillConfig | None = None,
 ) -> None:
@@ -176,8 +157,7 @@ def check_prefill(
     if near is not None:
         _check_near(q, k, v, near, sinks, window, keys)
     if block_table is not None:
-        least = blocks[1] if lists is not None else SMALLEST_BLOCK
-        common.check_table(block_table, B, k, least if config is None else config.block_kv)
+        common.check_table(block_table, B, k, SMALLEST_BLOCK if config is None else config.block_kv)
     elif R:
         common.check_sizes(S=S)
     if positions is not None:
@@ -186,22 +166,10 @@ def check_prefill(
         _check_positions(q, k, positions, keys, trailing)
     if block_scores is not None:
         common.check_shape("block_scores", block_scores, (B, T, N, None), "B, T, N, blocks")
-        if positions is not None or lists is not None:
-            raise ValueError("block_scores: cannot be combined with positions or lists")
+        if positions is not None:
+            raise ValueError("block_scores: cannot be combined with positions")
         if config is not None and config.block_kv > 2 * GAIN_BLOCK:
             raise ValueError(f"block_kv={config.block_kv}: must be at most 128 with block_scores")
-    if lists is not None:
-        if keys != "all" or trailing is not None or positions is not None:
-            raise ValueError(
-                f"lists: need keys='all', not {keys!r}, and cannot be combined with trailing or positions"
-            )
-        _check_lists(q, K, lists, blocks)
-        config = config or listed_config(R, Z, blocks)
-        if config.block_kv != blocks[1] or blocks[0] % (config.warpgroups * ROWS):
-            raise ValueError(
-                f"{config} does not fit {blocks=}: block_kv must be {blocks[1]}, and warpgroups · {ROWS} "
-                f"must divide {blocks[0]}"
-            )
 
 
 def _check_trailing(
@@ -260,25 +228,3 @@ def _check_positions(
         raise ValueError(f"positions: need keys='all', not {keys!r}, and cannot be combined with trailing")
     common.check_integers("positions[0]", positions[0], q.shape[:2], "B, T")
     common.check_integers("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
-
-
-def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) -> None:
-    (B, T), (Q, P) = q.shape[:2], blocks
-    if Q < 1 or Q % ROWS or P not in LISTED:
-        raise ValueError(f"{blocks=}: must be a multiple of {ROWS} queries, and 64 or 128 keys")
-    common.check_shape("lists.blocks", lists.blocks, (B, K, -(-T // Q), None), "B, K, ⌈T/Q⌉, most")
-    common.check_shape("lists.counts", lists.counts, (B, K, -(-T // Q)), "B, K, ⌈T/Q⌉")
-    for name, x in zip(("blocks", "counts"), lists, strict=True):
-        if x.dtype != jnp.int32:
-            raise ValueError(f"lists.{name} has dtype {x.dtype}: must be int32")
-    if not lists.blocks.shape[-1]:
-        raise ValueError("lists.blocks has room for 0 blocks: must be at least 1")
-
-
-def listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
-    """Return the largest tile that divides blocks of queries and fits; the smallest always does."""
-    Q, P = blocks
-    sizes = itertools.product((3, 2, 1), (2, 1))
-    configs = (PrefillConfig(P, stages, n, overlap=Z <= 64 and stages > 1) for n, stages in sizes)
-    widths = Widths(R, Z, R, Z)
-    return next(each for each in configs if Q % (each.warpgroups * ROWS) == 0 and each.fits(widths))

@@ -12,7 +12,7 @@ from kernels_pallas.prefill.inputs import ROWS, PrefillConfig
 class Geometry(NamedTuple):
     """Static shape of a launch.
 
-    `page` is the tokens per page (0 without a block table), `listed` the queries per list (0 without lists).
+    `page` is the tokens per page, 0 without a block table.
     """
 
     N: int
@@ -30,7 +30,6 @@ class Geometry(NamedTuple):
     keys: Literal["all", "near", "far", "both"]
     two_ranks: bool
     positions: bool
-    listed: int
     together: int
 
 
@@ -113,13 +112,6 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
     near, near_edge = zero, zero
     if g.keys == "both":
         near, near_edge = _list_near_steps(g, config.block_kv, first, end, base)
-    if g.listed:
-        which = lax.div(tile * rows, i32(g.listed))
-        # The list ends with the blocks of its own queries; those from `edge` on are not plain here.
-        list_end = jnp.minimum(start + (which + 1) * g.listed, length)
-        own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
-        listed = bounds[b, lax.div(head, i32(g.groups)), which]
-        begin, plain = zero, jnp.where(end > first, jnp.maximum(listed - own, 0), 0)
     steps = begin, plain, mixed, inner + near, edge, sink_step
     return Item(b, head, tile * rows, first, length, base, *steps, near, near_edge)
 

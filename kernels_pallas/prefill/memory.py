@@ -27,8 +27,7 @@ class Operands(NamedTuple):
       near: trailing coordinates of near keys and values, or near keys and values in arrays of their own.
       sinks: like `near`, or like `far` without far keys, of the sinks.
       positions: positions of queries and of keys.
-      lists: blocks of each list.
-      bounds: numbers of blocks that each tile sees (`positions`), or lengths of the lists.
+      bounds: numbers of blocks that each tile sees (`positions`).
       table: block table.
       gains: block scores, [B, N, blocks, T].
     """
@@ -39,7 +38,6 @@ class Operands(NamedTuple):
     near: Pair
     sinks: Pair
     positions: Any
-    lists: Any
     bounds: Any
     table: Any
     gains: Any

@@ -46,7 +46,7 @@ def load_keys(g: Geometry, config: PrefillConfig, smem: Buffers, item: Item, ref
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
-        slot, row = lax.rem(step, jnp.int32(config.stages)), _block(g, refs, item, step) * block
+        slot, row = lax.rem(step, jnp.int32(config.stages)), item.block(g, step) * block
         at_sinks = item.at_sinks(step)
         lead, within = _place(g, refs, item, row)
         for ring, far, near, of_sinks in zip((smem.k, smem.v), refs.far, refs.near, sinks, strict=True):
@@ -65,15 +65,6 @@ def load_keys(g: Geometry, config: PrefillConfig, smem: Buffers, item: Item, ref
                 for tail, near, of_sinks in zip((smem.k_tail, smem.v_tail), refs.near, sinks, strict=True):
                     if tail is not None:
                         copy(at_sinks, near, of_sinks, item.b, row - item.base, tail, smem.tail_ready)
-
-
-def _block(g: Geometry, refs: Operands, item: Item, step: Array) -> Array:
-    """Return the key block of a step, from a list of blocks if there is one."""
-    if not g.listed:
-        return item.block(g, step)
-    at = item.b, lax.div(item.head, jnp.int32(g.groups)), lax.div(item.row, jnp.int32(g.listed))
-    listed = refs.lists[*at, jnp.minimum(step, refs.lists.shape[-1] - 1)]
-    return jnp.where(step < item.plain, listed, item.block(g, step))
 
 
 def _place(g: Geometry, refs: Operands, item: Item, row: Array) -> tuple[Array, Array]:

@@ -14,7 +14,6 @@ import pytest
 from compiled import Kernel, assert_no_spills, compiled
 
 from kernels_pallas import (
-    BlockLists,
     DecodeConfig,
     PrefillConfig,
     Ring,
@@ -47,9 +46,7 @@ def integers(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def prefill(
-    R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, lists: Any = None, **options: Any
-) -> list[Kernel]:
+def prefill(R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
     """Compile prefill of S tokens, in pages if `page` is not 0, with two ranks if `H` is not 0."""
     cache, table = ((99, N, page), integers(1, S // page)) if page else ((1, N, S), None)
     arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
@@ -57,7 +54,7 @@ def prefill(
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
     options = (NEAR if H else {}) | options
 
-    def f(q, k, v, trailing, positions, table, lists):
+    def f(q, k, v, trailing, positions, table):
         return prefill_attention(
             q,
             k,
@@ -66,11 +63,10 @@ def prefill(
             trailing=trailing,
             positions=positions,
             block_table=table,
-            lists=lists,
             **options,
         )
 
-    return compiled(f, *arrays, trailing, positions, table, lists)
+    return compiled(f, *arrays, trailing, positions, table)
 
 
 def decode(
@@ -137,27 +133,8 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
 
 @pytest.mark.parametrize(("R", "Z"), [(16, 144), (16, 192), (16, 208), (16, 240), (128, 144)])
 def test_prefill_of_wide_values(R: int, Z: int) -> None:
-    # Outputs need many registers per thread. The default configs, with and without lists, leave room for
-    # them.
+    # Outputs need many registers per thread. The default configs leave room for them.
     assert_no_spills(prefill(R, Z))
-    lists = BlockLists(integers(1, N, S // 192 + 1, 9), integers(1, N, S // 192 + 1))
-    assert_no_spills(prefill(R, Z, lists=lists, blocks=(192, 64)))
-
-
-@pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
-@pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (192, 128), (256, 64)])
-def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> None:
-    # Consumers do the same work as without lists; only the producer reads lists.
-    count = -(-S // blocks[0])
-    lists = BlockLists(integers(1, N, count, count), integers(1, N, count))
-    (kernel,) = prefill(R, Z, lists=lists, blocks=blocks)
-    assert_no_spills([kernel])
-    assert kernel.ctas >= 1
-    plain = kernel.code.loops_with("HGMMA")[0]
-    assert plain.count("HGMMA") == R // 16 + blocks[1] // 16
-    assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
-    (producer,) = kernel.code.loops_with("UTMALDG")
-    assert producer.count("LDG") == 1
 
 
 @pytest.mark.parametrize("page", [0, 128])

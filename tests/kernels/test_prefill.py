@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 from brute_force import check, prefill
 from jumps import jumping
-from listed import lists_of, truth
 from near_and_far import NEAR_AND_FAR, near_and_far
 
 from kernels_pallas import (
-    BlockLists,
     PrefillConfig,
     Trailing,
     merge_partial,
     prefill_attention,
 )
-from kernels_pallas.common import SHARED_MEMORY
 from kernels_pallas.prefill import attention as prefill_kernel
 from kernels_pallas.prefill import items
-from kernels_pallas.prefill.inputs import Widths, listed_config
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 TWO_RANKS = [
@@ -64,10 +60,6 @@ TABLE = shape(1, 4, dtype=jnp.int32)
 
 
 NEAR = {"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64, "sinks": 4, "keys": "far"}
-
-
-def lists(K, blocks, most=4, dtype=jnp.int32):
-    return BlockLists(shape(1, K, blocks, most, dtype=dtype), shape(1, K, blocks, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -204,15 +196,6 @@ def test_blocks_of_keys_by_position(seed):
     assert bounds[0, :, 1].max() <= 4
 
 
-@pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (192, 128), (256, 128), (320, 64)])
-def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
-    for R, Z in itertools.product(range(16, 257, 48), repeat=2):
-        config = listed_config(R, Z, blocks)
-        assert config.shared_memory(Widths(R, Z, R, Z)) <= SHARED_MEMORY
-        assert config.warpgroups < 3 or Z + config.block_kv <= 256, "registers"
-        assert (blocks[0] % (64 * config.warpgroups), config.block_kv) == (0, blocks[1])
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.matrix
@@ -301,22 +284,12 @@ def test_by_default_turns_are_taken_where_they_won():
         ({"block_table": TABLE, **pool(9, 192), "config": PrefillConfig()}, "non-zero multiple of 128"),
         ({"block_table": TABLE, **pool(9, 64), "v": shape(8, 2, 64, 32)}, "v has shape"),
         (pool(9, 64), "k has shape"),
-        ({"lists": lists(2, 1), "blocks": (96, 64)}, r"blocks=\(96, 64\): must be a multiple of 64 queries"),
-        ({"lists": lists(2, 1), "blocks": (64, 256)}, r"blocks=\(64, 256\).*64 or 128 keys"),
-        ({"lists": lists(2, 1), "config": PrefillConfig(64, 2, 2)}, "does not fit.*block_kv must be 128"),
-        ({"lists": lists(2, 1), "config": PrefillConfig(128, 2, 3)}, "warpgroups · 64 must divide 128"),
-        ({"lists": lists(2, 1), "block_table": TABLE, **pool(9, 64)}, "must be a non-zero multiple of 128"),
-        ({"lists": lists(2, 2)}, "lists.blocks has shape"),
-        ({"lists": lists(4, 1)}, "lists.blocks has shape"),
-        ({"lists": lists(2, 1, dtype=jnp.int16)}, "lists.blocks has dtype int16: must be int32"),
-        ({"lists": lists(2, 1, most=0)}, "room for 0 blocks"),
         ({"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64}, "near: needs keys='far'"),
         ({**NEAR, "window": 0}, "near: needs keys='far' and a window of 1 to 512, .* window=0"),
         ({**NEAR, "sinks": 65}, "sinks=65: must be at most 64"),
         ({**NEAR, "sinks": 9}, "near.sink_k has 8 rows: needs at least sinks=9"),
         ({**NEAR, "near": NEAR["near"]._replace(sink_v=None)}, "sinks=4: need near.sink_v, not None"),
         ({**NEAR, "near": trailing_shapes(1, 2, 64, 48, 0, 0)}, "near.k"),
-        ({"lists": lists(2, 1), "keys": "far"}, "lists: need keys='all', not 'far'"),
         ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions: cannot be"),
     ],
 )  # fmt: skip
@@ -498,31 +471,6 @@ def test_paged_equals_contiguous_bit_by_bit(name, page):
     whole, found = f(k, v, None), f(paged(k), paged(v), jnp.asarray(table, jnp.int32))
     for one, other in zip(whole, found, strict=True):
         assert np.isfinite(np.asarray(one[0], np.float32)).all() or name == "far"
-        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64), (64, 64), (16, 240)])
-@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (128, 64), (192, 128), (256, 128)])
-@pytest.mark.parametrize(("starts", "ends"), [((0, 0), (700, 333)), ((127, 1300), (900, 1500))])
-def test_listed_blocks(R, Z, blocks, starts, ends):
-    B, T, S, N, K = 2, 700, 2048, 4, 2
-    q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
-    starts, ends = np.array(starts), np.minimum(ends, np.array(starts) + T)
-    listed, lists = lists_of(np.random.default_rng(0), K, starts, ends, T, S, blocks, 0.3)
-    options = {"scale": R**-0.5, "starts": starts, "lengths": ends, "blocks": blocks}
-    found = prefill_attention(q, k, v, lists=lists, **options)
-    check(*found, *truth(q, k, v, listed, **options), BF16)
-
-
-@pytest.mark.gpu
-def test_all_blocks_listed_give_the_bits_of_no_lists():
-    T, blocks = 1000, (128, 128)
-    q, k, v = draw(0, 1, T, 4, 64), draw(1, 1, 2, T, 64), draw(2, 1, 2, T, 96)
-    _, lists = lists_of(np.random.default_rng(0), 2, [0], [T], T, T, blocks, 2.0)
-    options = {"scale": 0.1, "config": PrefillConfig(128, 2, 2)}
-    found = prefill_attention(q, k, v, lists=lists, blocks=blocks, **options)
-    for one, other in zip(found, prefill_attention(q, k, v, **options), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from brute_force import check, prefill
 from jumps import jumping
-from listed import lists_of, truth
 from near_and_far import NEAR_AND_FAR, near_and_far
 
 from kernels_pallas import (
@@ -104,18 +103,6 @@ def test_in_turns(config, starts):
     check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
 
 
-@pytest.mark.usefixtures("interpreted", "turns_ungated")
-@pytest.mark.full
-def test_listed_blocks_in_turns():
-    B, T, S, N, K, blocks = 1, 200, 600, 2, 2, (128, 64)
-    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
-    starts = np.array([333])
-    listed, lists = lists_of(np.random.default_rng(0), K, starts, starts + T, T, S, blocks, 0.4)
-    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
-    found = prefill_attention(q, k, v, lists=lists, config=PrefillConfig(64, 2, 2, turns=56), **options)
-    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("ends", [(250, 550), (187, 400)])
 @pytest.mark.full
@@ -203,55 +190,3 @@ def test_near_and_far_keys(case, config):
 @pytest.mark.full
 def test_near_and_far_keys_in_pages():
     near_and_far(130, (257, 640), (130, 90), 128, 4, PrefillConfig(64, 2, 2), page=128)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    ("blocks", "warpgroups"),
-    [((64, 64), 1), ((128, 64), 1), ((128, 128), 2), pytest.param((192, 64), 3, marks=NEEDS_CORES)],
-)
-@pytest.mark.parametrize("starts", [(0, 333), (127, 128)])
-@pytest.mark.full
-def test_listed_blocks(blocks, warpgroups, starts):
-    # Rows begin anywhere and may end early. Tiles are a whole block of queries or half of one.
-    B, T, S, N, K = 2, 300, 700, 4, 2
-    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
-    starts = np.array(starts)
-    lengths = starts + np.array([T + 50, 167])
-    listed, lists = lists_of(np.random.default_rng(0), K, starts, lengths, T, S, blocks, 0.4)
-    options = {"scale": 0.2, "starts": starts, "lengths": lengths, "blocks": blocks}
-    config = PrefillConfig(blocks[1], 2, warpgroups)
-    found = prefill_attention(q, k, v, lists=lists, config=config, **options)
-    lengths = np.minimum(lengths, starts + T)
-    check(*found, *truth(q, k, v, listed, **options | {"lengths": lengths}), BF16)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
-@pytest.mark.full
-def test_listed_blocks_of_a_query_that_ends_one(T, start):
-    # If a tile's only query is the last of a block of keys, no block needs a mask.
-    q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)
-    starts, blocks = np.array([start]), (64, 64)
-    listed, lists = lists_of(np.random.default_rng(0), 1, starts, starts + T, T, 192, blocks, 0.9)
-    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
-    found = prefill_attention(q, k, v, lists=lists, config=PrefillConfig(64, 2, 1), **options)
-    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.full
-def test_listed_blocks_in_pages():
-    B, T, S, N, K, page, blocks = 1, 200, 512, 2, 1, 128, (64, 64)
-    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 32)
-    starts, order = np.array([300]), np.random.default_rng(1).permutation(S // page)
-    listed, lists = lists_of(np.random.default_rng(2), K, starts, starts + T, T, S, blocks, 0.5)
-
-    def paged(x):
-        return x[0].reshape(K, S // page, page, -1).swapaxes(0, 1)[np.argsort(order)]
-
-    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
-    table = jnp.asarray(order[None], jnp.int32)
-    config = PrefillConfig(64, 2, 1)
-    found = prefill_attention(q, paged(k), paged(v), lists=lists, block_table=table, config=config, **options)
-    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)

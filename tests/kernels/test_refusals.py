@@ -186,7 +186,6 @@ def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 12
         "select": kernels.select_refusal(scores, of_rows, of_rows, k=128),
         "dequantise": kernels.dequantise_refusal([[held]], of_rows),
         "encode": kernels.encode_refusal([shape(B, T, K, 64)], [[held]], of_rows, of_rows),
-        "block_mass": kernels.block_mass_refusal(shape(B, K, T, 8, 64), at(B, T, 8), k, scale=1.0, keys=64),
     }
 
 
@@ -201,7 +200,7 @@ def test_sizes_and_index_arrays_that_launch():
     [
         ("B", ()),
         ("T", ("decode", "coded", "scan", "select", "dequantise")),
-        ("N", ("select", "dequantise", "encode", "block_mass")),
+        ("N", ("select", "dequantise", "encode")),
         ("K", ()),
         ("S", ()),
     ],
