@@ -246,9 +246,14 @@ def find_special_tokens(model: TextModel, strings: Sequence[str]) -> list[int]:
     """Return the ids of strings that are special tokens: no text has them, so they stop as tokens."""
     if model.tokenizer is None or not strings:
         return []
-    added = model.tokenizer.get_added_tokens_decoder()
-    ids = {each.content: token for token, each in added.items() if each.special}
+    ids = list_special_tokens(model.tokenizer)
     return [ids[string] for string in strings if string in ids]
+
+
+def list_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the id of each special token by its text."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {each.content: token for token, each in added.items() if each.special}
 
 
 def _resolve_stop_tokens(

@@ -152,6 +152,14 @@ class GenerationRequest(StructuredRequest, ABC):
           ChatError: the model has no chat template, or the template refuses the messages.
         """
 
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of one answer; None if no tools are offered.
+
+        Raises:
+          RequestError: the chat template teaches no supported format of calls.
+        """
+        return None
+
     @property
     def _limit_field(self) -> str:
         """Name of the field that limits the answer's tokens."""
@@ -407,11 +415,6 @@ class ChatRequest(GenerationRequest):
         return "tools", calls
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
-        """Return a reader for the calls of one answer; None if no tools are offered.
-
-        Raises:
-          RequestError: the chat template teaches no supported format of calls.
-        """
         if not self.offered_tools:
             return None
         template, tokenizer = get_template_and_tokenizer(model)

@@ -2,20 +2,16 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
-from zdc_jax.conversation.tools.parser import ToolDelta
 from zdc_jax.engine.request import EngineRequest, Event
 from zdc_jax.loading import TextModel
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.protocol import ChatRequest
-from zdc_jax.server.replies import Answer
+from zdc_jax.server.replies import Answer, format_event
 from zdc_jax.server.responses import ResponseRequest
 from zdc_jax.server.spelling import Speller
 from zdc_jax.server.tools import make_call_id
@@ -70,48 +66,44 @@ class ResponseReply:
       name: name of the model in the API.
       model: model that answers.
       body: body of the client's request.
-      chat: the body as a chat.
-      request: engine request.
+      requests: its only engine request.
     """
 
-    def __init__(
-        self, name: str, model: TextModel, body: ResponseRequest, chat: ChatRequest, request: EngineRequest
-    ):
-        self._name, self._body, self._request = name, body, request
+    def __init__(self, name: str, model: TextModel, body: ResponseRequest, requests: Sequence[EngineRequest]):
+        (self._request,) = requests
+        self._name, self._body = name, body
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
-        self._answer = Answer(Speller(model.tokenizer, request))
+        self._answer = Answer(
+            speller=Speller(model.tokenizer, self._request), tools=body.make_tool_output(model)
+        )
         self._items, self._events = list[OutputItem](), 0
-        self._output = chat.make_tool_output(model)
 
-    def start(self) -> list[StreamEvent]:
-        """Return the events before the first token."""
-        kinds = ("response.created", "response.in_progress")
-        return [self._make_event(kind, response=self.whole()) for kind in kinds]
+    async def stream(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Yield server-sent events, each with its type as the name."""
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield _name_event(self._make_event(kind, response=self.whole()))
+            async for index, event in answers.events():
+                for each in self.add(index, event):
+                    yield _name_event(each)
+        except RequestError as error:
+            yield _name_event(
+                self._make_event("error", code=error.code, message=str(error), param=error.param)
+            )
 
     def add(self, index: int, event: Event) -> list[StreamEvent]:
         """Add an event of the engine request, whose index is 0, and return the events for the client."""
-        self._answer.add(event)
-        final = event.finish_reason is not None
-        if self._output is None:
-            delta = ToolDelta(event.text or "")
-        else:
-            delta = self._output.read(self._output.marks.insert(event), final=final)
-        events = []
-        if delta.content:
-            events += self._open(None) + self._extend(delta.content)
-        for call in delta.calls:
+        part, events = self._answer.add(event), list[StreamEvent]()
+        if part.text:
+            events += self._open(None) + self._extend(part.text)
+        for call in part.calls:
             events += [] if call.name is None else self._open(call.name)
             events += self._extend(call.arguments) if call.arguments else []
-        if final:
-            complete = event.finish_reason == "stop"
-            events += self._close("completed" if complete else "incomplete")
-            kind = "response.completed" if complete else "response.incomplete"
-            events.append(self._make_event(kind, response=self.whole()))
+        if part.finish_reason is not None:
+            status = "completed" if part.finish_reason == "stop" else "incomplete"
+            events += self._close(status)
+            events.append(self._make_event(f"response.{status}", response=self.whole()))
         return events
-
-    def fail(self, error: RequestError) -> StreamEvent:
-        """Return the event of an error, after which the stream ends."""
-        return self._make_event("error", code=error.code, message=str(error), param=error.param)
 
     def whole(self) -> dict[str, Any]:
         """Return the response so far."""
@@ -206,17 +198,5 @@ class ResponseReply:
         return event
 
 
-async def stream_response(answers: Answers, reply: ResponseReply) -> AsyncIterator[bytes]:
-    """Yield server-sent events, each with its type as the name."""
-    for first in reply.start():
-        yield _format_event(first)
-    try:
-        async for index, event in answers.events():
-            for each in reply.add(index, event):
-                yield _format_event(each)
-    except RequestError as error:
-        yield _format_event(reply.fail(error))
-
-
-def _format_event(event: StreamEvent) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+def _name_event(event: StreamEvent) -> bytes:
+    return format_event(event, event["type"])

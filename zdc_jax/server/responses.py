@@ -1,5 +1,6 @@
 """Body of /v1/responses, which is answered as a chat. Responses are not stored."""
 
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,7 +17,7 @@ from zdc_jax.server.fields import (
 from zdc_jax.server.messages import require_text
 from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
 from zdc_jax.server.structured import JsonSchema
-from zdc_jax.server.tools import FunctionDefinition
+from zdc_jax.server.tools import FunctionDefinition, ToolOutput
 
 CHAT_FIELDS = {
     "messages": "input",
@@ -192,8 +193,9 @@ class ResponseRequest(ModelRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def to_chat(self) -> ChatRequest:
-        """Convert to the body of a chat; raise `RequestError` for fields that contradict each other."""
+    @cached_property
+    def chat(self) -> ChatRequest:
+        """The body as a chat; raises `RequestError` for fields that contradict each other."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
         for item in items:
@@ -219,11 +221,14 @@ class ResponseRequest(ModelRequest):
             }
         )
 
-    def engine_request(self, chat: ChatRequest, model: TextModel, max_model_len: int) -> EngineRequest:
+    def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Return the engine request of the chat; errors have the names of this API."""
         try:
-            (request,) = chat.engine_requests(model, max_model_len)
+            return self.chat.engine_requests(model, max_model_len)
         except RequestError as error:
             error.param = CHAT_FIELDS.get(error.param or "", error.param)
             raise
-        return request
+
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of the chat's answer."""
+        return self.chat.make_tool_output(model)
