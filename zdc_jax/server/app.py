@@ -39,9 +39,11 @@ from zdc_jax.server.replies import ChatReply, CompletionReply, Reply
 from zdc_jax.server.response_reply import ResponseReply
 from zdc_jax.server.responses import ResponseRequest
 
+NewReply = Callable[..., Reply | ResponseReply]
+
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
-GENERATION = {
+GENERATION: dict[str, tuple[type[GenerationRequest | ResponseRequest], NewReply]] = {
     "/v1/completions": (CompletionRequest, CompletionReply),
     "/v1/chat/completions": (ChatRequest, ChatReply),
     "/v1/responses": (ResponseRequest, ResponseReply),
@@ -114,10 +116,7 @@ class Api:
         ]
 
     async def answer(
-        self,
-        kind: type[GenerationRequest | ResponseRequest],
-        new_reply: Callable[..., Reply | ResponseReply],
-        http: Request,
+        self, kind: type[GenerationRequest | ResponseRequest], new_reply: NewReply, http: Request
     ) -> Response:
         """Submit a request to the engine, and answer whole or as a stream."""
         body = await self._read(kind, http)

@@ -1,5 +1,6 @@
 """Errors in OpenAI's format: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,12 +62,18 @@ def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) 
 
 
 @contextmanager
-def report_errors_of(param: str) -> Iterator[None]:
-    """Convert `PromptError` and `ChatError` inside the context to a `RequestError` of this request field."""
+def report_errors_of(param: str | None = None, *, prefix: str = "") -> Iterator[None]:
+    """Convert `PromptError` and `ChatError` inside the context to a `RequestError`.
+
+    Args:
+      param: request field that caused the error; default the first word of the message.
+      prefix: text before the message.
+    """
     try:
         yield
     except (PromptError, ChatError) as error:
-        raise RequestError(str(error), param=param) from error
+        message = f"{prefix}{error}"
+        raise RequestError(message, param=param or re.split(r"\W", message)[0]) from error
 
 
 def _get_error_type(status: int) -> str:
