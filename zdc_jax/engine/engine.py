@@ -446,11 +446,12 @@ class Engine:
 
     def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
         """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
-        tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
-        if broken := not chosen.finite[row, len(tokens) - 1]:
+        new = jax.tree.map(lambda part: part[row], chosen.new)
+        tokens = new.token[: chosen.counts[row]].tolist()
+        if broken := not new.finite[len(tokens) - 1]:
             tokens.pop()
         try:
-            device_knows = bool(tokens) and job.add_tokens(tokens, chosen.take_row(row))
+            device_knows = bool(tokens) and job.add_tokens(tokens, new.scores)
         except PromptError as error:
             logger.warning("request %s ends with an error: %s", job.request.id, error)
             job.emit(Event(finish_reason="error", error=str(error)))

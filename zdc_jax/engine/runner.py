@@ -45,7 +45,7 @@ from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket
 from zdc_jax.generation.masks import full_mask
-from zdc_jax.generation.next_token import Choice, Scores
+from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import SequenceShaping, Shaping
 from zdc_jax.generation.steps import (
@@ -341,7 +341,7 @@ class Runner:
         """
         if not chunk.last:
             lengths, active = frontier.lengths, frontier.active
-            return SampledTokens(lengths, active, lengths, active, None, None, None)
+            return SampledTokens(Token(lengths, active), active, lengths)
         packed, shaping = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None], None
         if chunk.shaping is not None:
             counts, bias = self._programs[SHAPE](self._shaping[:2], np.int32(chunk.row), chunk.shaping[:2])

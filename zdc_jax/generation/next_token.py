@@ -26,35 +26,8 @@ Choice = Literal["greedy", "scored", "any"]
 """
 
 
-class Token(NamedTuple):
-    """Chosen tokens with log-probabilities (natural logarithms), which `greedy` programs leave out.
-
-    Attributes:
-      token: token ids, [*B] int32.
-      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
-      logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens, [*B, 20] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
-    """
-
-    token: Array
-    finite: Array
-    logprob: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
-
-    @classmethod
-    def zeros(cls, choice: Choice, *shape: int) -> "Token":
-        """Return zeros to be filled with tokens of a batch `shape`."""
-        token, finite = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-        if choice == "greedy":
-            return cls(token, finite)
-        top_shape = (*shape, MAX_LOGPROBS)
-        return cls(token, finite, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
-
-
 class Scores(NamedTuple):
-    """Log-probabilities of known tokens.
+    """Log-probabilities of tokens (natural logarithms).
 
     Attributes:
       logprob: log-probability of each token, [*B].
@@ -65,6 +38,27 @@ class Scores(NamedTuple):
     logprob: Array
     top_ids: Array
     top_logprobs: Array
+
+
+class Token(NamedTuple):
+    """Chosen tokens.
+
+    Attributes:
+      token: token ids, [*B] int32.
+      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
+      scores: log-probabilities, which `greedy` programs leave out.
+    """
+
+    token: Array
+    finite: Array
+    scores: Scores | None = None
+
+    @classmethod
+    def zeros(cls, choice: Choice, *shape: int) -> "Token":
+        """Return zeros to be filled with tokens of a batch `shape`."""
+        ids, top = jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32), jnp.zeros((*shape, MAX_LOGPROBS))
+        scores = None if choice == "greedy" else Scores(jnp.zeros(shape), ids, top)
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), scores)
 
 
 def choose_token(
@@ -91,7 +85,7 @@ def choose_token(
     top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return Token(token, _are_finite(logits), logprob, top_ids, top_logits - total[:, None])
+    return Token(token, _are_finite(logits), Scores(logprob, top_ids, top_logits - total[:, None]))
 
 
 def choose_greedy(logits: Float[Array, "B V"]) -> Token:

@@ -271,7 +271,7 @@ class Run:
         Raises:
           NonFiniteError: a sequence goes on, but its last logits are not finite.
         """
-        finite = np.asarray(result.finite)
+        finite = np.asarray(result.new.finite)
         rows = zip(self.sequences, self._guides, self.chosen, self._record(result), strict=True)
         for sequence, guide, chosen, new in rows:
             if not new or sequence.finish_reason is not None:
