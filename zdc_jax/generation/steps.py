@@ -79,6 +79,16 @@ class Flat[T]:
         return jax.tree.unflatten(self.tree, self.leaves)
 
 
+def take_flat[T, **P, R](step: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[Flat[T], P], R]:
+    """Return a step whose first argument is flattened."""
+
+    @wraps(step)
+    def run(flat: Flat[T], *args: P.args, **kwargs: P.kwargs) -> R:
+        return step(flat.whole, *args, **kwargs)
+
+    return run
+
+
 class DecodeState(NamedTuple):
     """State of a batch between two steps.
 
@@ -385,35 +395,23 @@ def _replicate_results(
     return state._replace(last=last, done=done), chosen
 
 
-def _take_flat[**P, R](
-    step: Callable[Concatenate[Transformer, P], R],
-) -> Callable[Concatenate[Flat[Transformer], P], R]:
-    """Return a step that takes a flattened network."""
-
-    @wraps(step)
-    def run(flat: Flat[Transformer], *args: P.args, **kwargs: P.kwargs) -> R:
-        return step(flat.whole, *args, **kwargs)
-
-    return run
-
-
 prefill = jax.jit(
-    _take_flat(read_chunks),
+    take_flat(read_chunks),
     donate_argnums=1,
     static_argnames=("choice", "implementation"),
     compiler_options=SEPARATE_PRODUCTS,
 )
 """Compiled `read_chunks` of a flattened network; the state is donated."""
 prefill_new = jax.jit(
-    _take_flat(read_new_prompts),
+    take_flat(read_new_prompts),
     static_argnames=("specs", "capacity", "choice", "implementation"),
     compiler_options=SEPARATE_PRODUCTS,
 )
 """Compiled `read_new_prompts` of a flattened network."""
-first = jax.jit(_take_flat(choose_first), donate_argnums=1, static_argnames="choice")
+first = jax.jit(take_flat(choose_first), donate_argnums=1, static_argnames="choice")
 """Compiled `choose_first` of a flattened network; the state is donated."""
 decode = jax.jit(
-    _take_flat(decode_steps),
+    take_flat(decode_steps),
     donate_argnums=1,
     static_argnames=("steps", "choice", "implementation"),
     compiler_options=ONE_GRAPH,
