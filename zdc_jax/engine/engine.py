@@ -4,17 +4,19 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
 from zdc_jax.engine.checks import check_request
+from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import ChunkInputs, DecodeInputs, Runner, servable
+from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
@@ -186,16 +188,14 @@ class Engine:
         self._cancelled: list[Job] = []
         self._changed = threading.Condition()
         self._closing = self._stopped = False
-        self._counts = EngineStats()
+        self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="zdc-engine", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.close(drain=error is None, timeout=60)
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
@@ -229,10 +229,9 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._changed:
             scheduler = self._scheduler
-            running = len(scheduler.running)
-            return replace(
-                self._counts,
-                running=running,
+            return EngineStats(
+                **self._counts,
+                running=len(scheduler.running),
                 waiting=len(scheduler.waiting) + len(self._inbox),
                 cache_usage=1 - scheduler.pool.available / scheduler.pool.pages,
             )
@@ -495,6 +494,4 @@ class Engine:
     def _count(self, **increments: int) -> None:
         """Increase counters of the statistics."""
         with self._changed:
-            counts = self._counts
-            sums = {name: getattr(counts, name) + number for name, number in increments.items()}
-            self._counts = replace(counts, **sums)
+            self._counts.update(increments)
