@@ -24,7 +24,6 @@ FIELDS = ("limit", "minimum", "top_k", "key_0", "key_1", "is_shaped", *FLOATS)
 Numbers in `FLOATS` are the bits of float32 numbers.
 """
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
-AT = {name: column for column, name in enumerate(FIELDS)}
 _MAX_INT32 = np.iinfo(np.int32).max
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
@@ -85,29 +84,17 @@ class PackedParameters(NamedTuple):
     @classmethod
     def of(cls, numbers: Int[Array, "B WIDTH"]) -> "PackedParameters":
         """Unpack vectors of `pack_parameters`."""
-
-        def read_int(name: str) -> Array:
-            return numbers[:, AT[name]]
-
-        def read_float(name: str) -> Array:
-            return jax.lax.bitcast_convert_type(read_int(name), jnp.float32)
-
-        keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
+        ints = dict(zip(FIELDS, numbers.T, strict=False))
+        floats = {name: jax.lax.bitcast_convert_type(ints[name], jnp.float32) for name in FLOATS}
+        keys = jax.lax.bitcast_convert_type(jnp.stack([ints["key_0"], ints["key_1"]], axis=1), jnp.uint32)
+        wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
         sampling = SamplingArrays(
-            temperature=read_float("temperature"),
-            top_k=read_int("top_k"),
-            top_p=read_float("top_p"),
-            min_p=read_float("min_p"),
-            keys=jax.random.wrap_key_data(keys, impl="threefry2x32"),
+            floats["temperature"], ints["top_k"], floats["top_p"], floats["min_p"], wrapped
         )
         penalties = Penalties(
-            is_shaped=read_int("is_shaped") == 1,
-            presence=read_float("presence"),
-            frequency=read_float("frequency"),
-            repetition=read_float("repetition"),
+            ints["is_shaped"] == 1, floats["presence"], floats["frequency"], floats["repetition"]
         )
-        stop_ids = numbers[:, len(FIELDS) :]
-        return cls(read_int("limit"), read_int("minimum"), sampling, penalties, stop_ids)
+        return cls(ints["limit"], ints["minimum"], sampling, penalties, numbers[:, len(FIELDS) :])
 
     def stops(self, token: Int[Array, " B"], lengths: Int[Array, " B"]) -> Array:
         """Return which sequences a new token ends, [B] bool; `lengths` counts the tokens before it."""
