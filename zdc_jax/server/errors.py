@@ -87,12 +87,8 @@ def make_response(error: RequestError, headers: dict[str, str] | None = None) ->
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _on_request_error(request: Request, error: Any) -> JSONResponse:
-    return make_response(error)
-
-
 async def _on_refused(request: Request, error: Any) -> JSONResponse:
-    return make_response(RequestError(str(error)))
+    return make_response(error if isinstance(error, RequestError) else RequestError(str(error)))
 
 
 async def _on_busy(request: Request, error: Any) -> JSONResponse:
@@ -124,7 +120,7 @@ async def _on_bug(request: Request, error: Any) -> JSONResponse:
 
 
 HANDLERS: dict[Any, HTTPExceptionHandler] = {
-    RequestError: _on_request_error,
+    RequestError: _on_refused,
     PromptError: _on_refused,
     ChatError: _on_refused,
     Busy: _on_busy,

@@ -9,12 +9,8 @@ from zdc_jax.engine.request import EngineRequest
 from zdc_jax.loading import TextModel
 from zdc_jax.server.body import Body, make_refusal
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.fields import (
-    IGNORED_IN_MESSAGES,
-    IGNORED_IN_RESPONSES,
-    REFUSED_IN_RESPONSES,
-)
-from zdc_jax.server.messages import require_text
+from zdc_jax.server.fields import IGNORED_IN_MESSAGES, IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES
+from zdc_jax.server.messages import Part, join_parts
 from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
 from zdc_jax.server.structured import JsonSchema
 from zdc_jax.server.tools import FunctionDefinition, ToolOutput
@@ -28,26 +24,15 @@ CHAT_FIELDS = {
 """Names in this API of fields of a chat."""
 
 
-class ResponsePart(Body):
+class ResponsePart(Part):
     """Part of an item's text."""
 
     ignored: ClassVar = IGNORED_IN_MESSAGES | {"logprobs"}
 
     type: Literal["input_text", "output_text", "text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, part: Any) -> Any:
-        require_text(part, ("input_text", "output_text", "text"))
-        return part
 
 
 Text = str | list[ResponsePart]
-
-
-def _join(text: Text) -> str:
-    return text if isinstance(text, str) else "\n".join(part.text for part in text)
 
 
 class InputItem(Body):
@@ -90,10 +75,10 @@ class InputItem(Body):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Add the item to the messages of a chat; calls belong to the assistant's message before them."""
         if self.type == "message":
-            messages.append({"role": self.role, "content": _join(self.content or "")})
+            messages.append({"role": self.role, "content": join_parts(self.content)})
         elif self.type == "function_call_output":
             messages.append(
-                {"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output or "")}
+                {"role": "tool", "tool_call_id": self.call_id, "content": join_parts(self.output)}
             )
         else:
             if not messages or messages[-1]["role"] != "assistant":
