@@ -27,6 +27,13 @@ MAX_BIAS = 100
 """Largest magnitude of a logit's bias, as in OpenAI's API."""
 REPETITION_PENALTIES = 1e-3, 1e3
 """Smallest and largest repetition penalty; logits stay finite in float32 within these limits."""
+RANGES = {
+    "min_p": (0, 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": REPETITION_PENALTIES,
+}
+"""Smallest and largest values of parameters."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +82,27 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= _number(self.temperature) <= _LARGEST:
-            raise PromptError(
-                f"temperature={self.temperature!r:.80} must be a finite float32 number >= 0; 0 is greedy"
-            )
+            raise self._refuse("temperature", "a finite float32 number >= 0; 0 is greedy")
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
-            raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
+            raise self._refuse("top_k", "a whole number >= 1, or None")
         if self.top_p is not None and not 0 < _number(self.top_p) <= 1:
-            raise PromptError(f"top_p={self.top_p!r:.80} must be a number in (0, 1], or None")
+            raise self._refuse("top_p", "a number in (0, 1], or None")
         if not (is_whole(self.seed) and 0 <= self.seed < SEEDS):
-            raise PromptError(f"seed={self.seed!r} must be a whole number from 0 to {SEEDS - 1}")
-        if not 0 <= _number(self.min_p) <= 1:
-            raise PromptError(f"min_p={self.min_p!r:.80} must be a number from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(_number(value := getattr(self, name))) <= MAX_PENALTY:
-                raise PromptError(
-                    f"{name}={value!r:.80} must be a number from -{MAX_PENALTY} to {MAX_PENALTY}"
-                )
-        least, most = REPETITION_PENALTIES
-        if not least <= _number(self.repetition_penalty) <= most:
-            raise PromptError(
-                f"repetition_penalty={self.repetition_penalty!r:.80} must be a number from {least:g} to "
-                f"{most:g}"
-            )
+            raise self._refuse("seed", f"a whole number from 0 to {SEEDS - 1}")
+        for name, (least, most) in RANGES.items():
+            if not least <= _number(getattr(self, name)) <= most:
+                raise self._refuse(name, f"a number from {least:g} to {most:g}")
         # Tuples, so that equal parameters have equal hashes.
         object.__setattr__(self, "logit_bias", _sorted_biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _word_tuple(self.bad_words))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise PromptError(f"grammar={self.grammar!r:.80} must be a Grammar, or None")
+            raise self._refuse("grammar", "a Grammar, or None")
+
+    def _refuse(self, name: str, allowed: str) -> PromptError:
+        """Return the error for a parameter outside its range."""
+        return PromptError(f"{name}={getattr(self, name)!r:.80} must be {allowed}")
 
     @property
     def is_shaped(self) -> bool:
