@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from zdc_jax.loading import TextModel
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.replies import Answer, format_event
+from zdc_jax.server.replies import Answer, AnswerPart, format_event
 from zdc_jax.server.responses import ResponseRequest
 from zdc_jax.server.spelling import Speller
 from zdc_jax.server.tools import make_call_id
@@ -93,17 +93,22 @@ class ResponseReply:
 
     def add(self, index: int, event: Event) -> list[StreamEvent]:
         """Add an event of the engine request, whose index is 0, and return the events for the client."""
-        part, events = self._answer.add(event), list[StreamEvent]()
+        return list(self._grow(self._answer.add(event)))
+
+    def _grow(self, part: AnswerPart) -> Iterator[StreamEvent]:
+        """Add a part of the answer to the items."""
         if part.text:
-            events += self._open(None) + self._extend(part.text)
+            yield from self._open(None)
+            yield self._extend(part.text)
         for call in part.calls:
-            events += [] if call.name is None else self._open(call.name)
-            events += self._extend(call.arguments) if call.arguments else []
+            if call.name is not None:
+                yield from self._open(call.name)
+            if call.arguments:
+                yield self._extend(call.arguments)
         if part.finish_reason is not None:
             status = "completed" if part.finish_reason == "stop" else "incomplete"
-            events += self._close(status)
-            events.append(self._make_event(f"response.{status}", response=self.whole()))
-        return events
+            yield from self._close(status)
+            yield self._make_event(f"response.{status}", response=self.whole())
 
     def whole(self) -> dict[str, Any]:
         """Return the response so far."""
@@ -144,49 +149,40 @@ class ResponseReply:
             "total_tokens": prompt + answer.tokens,
         }
 
-    def _open(self, name: str | None) -> list[StreamEvent]:
+    def _open(self, name: str | None) -> Iterator[StreamEvent]:
         """Begin a message or a call, unless the last item is a message that goes on."""
-        last = self._items[-1] if self._items else None
-        if last is not None and last.name is None and name is None:
-            return []
-        events = self._close("completed")
+        if name is None and self._items and self._items[-1].name is None:
+            return
+        yield from self._close("completed")
         prefix, call_id = ("msg", "") if name is None else ("fc", make_call_id())
         item = OutputItem(f"{prefix}_{secrets.token_hex(12)}", len(self._items), name, call_id)
         self._items.append(item)
-        events.append(
-            self._make_event("response.output_item.added", output_index=item.index, item=item.format())
-        )
+        yield self._make_event("response.output_item.added", output_index=item.index, item=item.format())
         if name is None:
-            events.append(
-                self._make_item_event("response.content_part.added", content_index=0, part=item.part)
-            )
-        return events
+            yield self._make_item_event("response.content_part.added", content_index=0, part=item.part)
 
-    def _extend(self, text: str) -> list[StreamEvent]:
+    def _extend(self, text: str) -> StreamEvent:
         """Add text to the last item."""
         item = self._items[-1]
         item.text += text
         if item.name is not None:
-            return [self._make_item_event("response.function_call_arguments.delta", delta=text)]
-        return [self._make_item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+            return self._make_item_event("response.function_call_arguments.delta", delta=text)
+        return self._make_item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
-    def _close(self, status: str) -> list[StreamEvent]:
+    def _close(self, status: str) -> Iterator[StreamEvent]:
         """End the last item, if there is one."""
         if not self._items:
-            return []
+            return
         item = self._items[-1]
         item.status = status
         if item.name is None:
             kind = "response.output_text.done"
-            events = [
-                self._make_item_event(kind, content_index=0, text=item.text, logprobs=[]),
-                self._make_item_event("response.content_part.done", content_index=0, part=item.part),
-            ]
+            yield self._make_item_event(kind, content_index=0, text=item.text, logprobs=[])
+            yield self._make_item_event("response.content_part.done", content_index=0, part=item.part)
         else:
             kind = "response.function_call_arguments.done"
-            events = [self._make_item_event(kind, name=item.name, arguments=item.text)]
-        done = self._make_event("response.output_item.done", output_index=item.index, item=item.format())
-        return [*events, done]
+            yield self._make_item_event(kind, name=item.name, arguments=item.text)
+        yield self._make_event("response.output_item.done", output_index=item.index, item=item.format())
 
     def _make_item_event(self, kind: str, **fields: Any) -> StreamEvent:
         item = self._items[-1]
