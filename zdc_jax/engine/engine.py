@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,7 +187,7 @@ class Engine:
         self._inbox: list[Job] = []
         self._cancelled: list[Job] = []
         self._changed = threading.Condition()
-        self._closing = self._stopped = False
+        self.closing = self._stopped = False
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="zdc-engine", daemon=True)
         self._thread.start()
@@ -202,7 +202,7 @@ class Engine:
         check_request(self.model, self.max_model_len, request)
         job = Job(self.model, request, notify, self.cancel)
         with self._changed:
-            if self._closing:
+            if self.closing:
                 raise Closing("the engine is closing and accepts no more requests")
             ahead = len(self._inbox) + len(self._scheduler.waiting) - len(self._scheduler.free)
             if ahead >= self.config.max_waiting:
@@ -222,10 +222,6 @@ class Engine:
         """Tokens of all requests together that the cache has room for."""
         return self._runner.layout.tokens
 
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
     def stats(self) -> EngineStats:
         with self._changed:
             scheduler = self._scheduler
@@ -239,7 +235,7 @@ class Engine:
     def close(self, *, drain: bool, timeout: float) -> None:
         until = time.monotonic() + timeout
         with self._changed:
-            self._closing = True
+            self.closing = True
             while drain and (self._inbox or self._jobs) and time.monotonic() < until:
                 self._changed.wait(0.05)
             self._stopped = True
@@ -273,7 +269,7 @@ class Engine:
             logger.exception("the engine failed and accepts no more requests")
             last = Event(finish_reason="error", error=f"the engine failed: {error}")
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._process_inbox()
         for job in list(self._jobs.values()):
             job.emit(last)
@@ -362,7 +358,11 @@ class Engine:
             chosen, scores, frontier = self._runner.prefill(
                 [self._chunk_inputs(chunk) for chunk in chunks], decoding.inputs
             )
-            started.pending += self._collect_chunks(chunks, chosen, scores)
+            # Chunks that generate no token are pending, too: that limits how far the host runs ahead.
+            for chunk, tokens in zip(chunks, chosen, strict=True):
+                job = self._jobs[chunk.work]
+                scored = None if scores is None else (job, chunk, scores)
+                started.pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
             if frontier is not None:
                 self._choose_or_wait(decoding, frontier, started)
                 decoding = self._new_group()
@@ -416,20 +416,6 @@ class Engine:
             mark=chunk.mark,
             tail=chunk.tail,
         )
-
-    def _collect_chunks(
-        self, chunks: Sequence[PrefillChunk], chosen: list[SampledTokens], scores: Scores | None
-    ) -> list[_PendingTokens]:
-        """Return the pending tokens of chunks.
-
-        Chunks that generate no token are pending, too: waiting for them limits how far the host runs ahead.
-        """
-        pending = []
-        for chunk, tokens in zip(chunks, chosen, strict=True):
-            job = self._jobs[chunk.work]
-            scored = None if scores is None else (job, chunk, scores)
-            pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
-        return pending
 
     def _deliver(self, results: list[_PendingTokens]) -> None:
         """Wait for pending tokens and pass them to their jobs."""
