@@ -1,7 +1,6 @@
 """Engine: a thread that plans steps, starts them on the device, and delivers tokens of the previous step."""
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
-from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens
+from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
@@ -171,7 +170,6 @@ class Engine:
         check_chunk(model, self._chunk, name="chunk")
         self.max_model_len = self.config.served_length(model.config.max_positions)
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
-        self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
         layout = Layout.of(
             network.device_caches,
             rows=self.config.max_sequences,
@@ -250,7 +248,7 @@ class Engine:
             self._chunk,
             pages=layout.pages,
             page=layout.page,
-            alignment=self._alignment,
+            alignment=find_block(self.model),
             steps=self._runner.steps,
             reuse=self.config.reuse and layout.has_pages,
             tails=layout.tails,

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
-from zdc_jax.generation.sampling import Sampling, SamplingArrays
-from zdc_jax.generation.shaping import Penalties
+from zdc_jax.generation.sampling import Sampling
 
 MAX_STOP_TOKENS = 16
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -70,15 +69,29 @@ class PackedParameters(NamedTuple):
     Attributes:
       limit: cache length at which each sequence is full, [B] int32.
       minimum: cache length from which a stop token may end each sequence, [B] int32.
-      sampling: sampling parameters of each sequence.
-      penalties: penalties of each sequence.
+      temperature: softmax temperature, 0 for greedy sequences, [B] float32.
+      top_k: number of most likely tokens to sample from, [B] int32.
+      top_p: probability of the set of most likely tokens to sample from, [B] float32.
+      min_p: smallest share of the largest probability that a token must have, [B] float32.
+      keys: [B] JAX random keys.
+      is_shaped: whether biases apply, [B] bool; other sequences may still have those of an earlier one.
+      presence: subtracted from logits of generated tokens, [B] float32.
+      frequency: subtracted for each time that a token was generated, [B] float32.
+      repetition: divisor or factor of logits of tokens in the prompt or the answer, [B] float32.
       stop_ids: stop tokens of each sequence, -1 for none, [B, MAX_STOP_TOKENS] int32.
     """
 
     limit: Array
     minimum: Array
-    sampling: SamplingArrays
-    penalties: Penalties
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    keys: Array
+    is_shaped: Array
+    presence: Array
+    frequency: Array
+    repetition: Array
     stop_ids: Array
 
     @classmethod
@@ -87,14 +100,15 @@ class PackedParameters(NamedTuple):
         ints = dict(zip(FIELDS, numbers.T, strict=False))
         floats = {name: jax.lax.bitcast_convert_type(ints[name], jnp.float32) for name in FLOATS}
         keys = jax.lax.bitcast_convert_type(jnp.stack([ints["key_0"], ints["key_1"]], axis=1), jnp.uint32)
-        wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
-        sampling = SamplingArrays(
-            floats["temperature"], ints["top_k"], floats["top_p"], floats["min_p"], wrapped
+        return cls(
+            limit=ints["limit"],
+            minimum=ints["minimum"],
+            top_k=ints["top_k"],
+            keys=jax.random.wrap_key_data(keys, impl="threefry2x32"),
+            is_shaped=ints["is_shaped"] == 1,
+            stop_ids=numbers[:, len(FIELDS) :],
+            **floats,
         )
-        penalties = Penalties(
-            ints["is_shaped"] == 1, floats["presence"], floats["frequency"], floats["repetition"]
-        )
-        return cls(ints["limit"], ints["minimum"], sampling, penalties, numbers[:, len(FIELDS) :])
 
     def stops(self, token: Int[Array, " B"], lengths: Int[Array, " B"]) -> Array:
         """Return which sequences a new token ends, [B] bool; `lengths` counts the tokens before it."""

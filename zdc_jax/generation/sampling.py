@@ -6,14 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
-from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Grammar
 
@@ -157,24 +153,6 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-class SamplingArrays(NamedTuple):
-    """Sampling parameters of a batch.
-
-    Attributes:
-      temperature: [B] float32, 0 for greedy sequences.
-      top_k: [B] int32.
-      top_p: [B] float32.
-      min_p: [B] float32.
-      keys: [B] JAX random keys.
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    keys: Array
-
-
 def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -> np.ndarray:
     """Return a random key for each request, [B, 2] uint32.
 
@@ -189,41 +167,3 @@ def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -
         keys.append(np.frombuffer(hashlib.sha256(numbers + ids).digest()[:8], "<u4"))
         earlier[sampling, ids] += 1
     return np.stack(keys).astype(np.uint32)
-
-
-def draw(
-    logits: Float[Array, "B V"], sampling: SamplingArrays, positions: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """Return the next token of each sequence.
-
-    A draw depends only on the sequence's key and position, so streaming and batching do not change it.
-
-    Args:
-      logits: logits of each sequence.
-      sampling: sampling parameters of each sequence.
-      positions: tokens of each sequence before the new one.
-    """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    is_greedy = sampling.temperature == 0
-    # The largest logit becomes 0 before the division, so that no temperature makes it infinite.
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    scaled = shifted / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
-    # The largest of the scaled logits is 0.
-    likely = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
-    restricted = restrict(likely, sampling.top_k, sampling.top_p)
-    keys = jax.vmap(jax.random.fold_in)(sampling.keys, positions)
-    drawn = jax.vmap(jax.random.categorical)(keys, restricted)
-    return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
-
-
-def restrict(
-    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Float[Array, "B V"]:
-    """Set logits to -inf outside the top-k and top-p sets of each sequence; ties at the threshold stay."""
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
-    mass = jnp.cumsum(jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1), axis=-1)
-    before = jnp.pad(mass, ((0, 0), (1, 0)))[:, :-1]
-    count = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
-    threshold = jnp.take_along_axis(ordered, jnp.maximum(count, 1) - 1, axis=-1)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)

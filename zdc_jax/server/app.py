@@ -124,7 +124,7 @@ class Api:
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
         reply = new_reply(body.model or self.names[0], self.engine.model, body, requests)
-        answers = Answers.submit(self.engine, requests, self.metrics)
+        answers = Answers(self.engine, requests, self.metrics)
         return EventStream(answers, reply) if body.stream else await _answer_whole(http, answers, reply)
 
     async def refuse_embeddings(self, http: Request) -> Response:

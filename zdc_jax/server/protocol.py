@@ -21,7 +21,7 @@ from zdc_jax.generation.grammar import Grammar, compile_grammar
 from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
-from zdc_jax.generation.shaping import token_biases
+from zdc_jax.generation.shaping import check_in_vocabulary, token_biases
 from zdc_jax.loading import TextModel
 from zdc_jax.server.body import Body, ModelRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
@@ -244,11 +244,8 @@ class GenerationRequest(StructuredRequest, ABC):
         """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request."""
         with report_errors_of("stop"):
             stop_strings(model, self.stop)
-        vocab, param = model.config.vocab_size, "stop_token_ids"
-        if bad := [token for token in self.stop_token_ids if token >= vocab]:
-            raise RequestError(
-                f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
-            )
+        with report_errors_of(param := "stop_token_ids"):
+            check_in_vocabulary(param, self.stop_token_ids, model)
         if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
             message = (
                 f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
