@@ -122,22 +122,19 @@ def format_call_delta(call: CallDelta) -> dict[str, Any]:
     function: dict[str, Any] = {"arguments": call.arguments}
     if call.name is None:
         return {"index": call.index, "function": function}
-    return {
-        "index": call.index,
-        "id": make_call_id(),
-        "type": "function",
-        "function": {"name": call.name} | function,
-    }
+    named = {"name": call.name} | function
+    return {"index": call.index, "id": make_call_id(), "type": "function", "function": named}
 
 
 def format_calls(calls: Collection[CallDelta]) -> list[dict[str, Any]]:
     """Format all parts of calls as whole calls."""
     whole: list[dict[str, Any]] = []
     for call in calls:
-        if call.name is not None:
-            function = {"name": call.name, "arguments": ""}
-            whole.append({"id": make_call_id(), "type": "function", "function": function})
-        whole[call.index]["function"]["arguments"] += call.arguments
+        part = format_call_delta(call)
+        if part.pop("index") == len(whole):
+            whole.append(part)
+        else:
+            whole[call.index]["function"]["arguments"] += call.arguments
     return whole
 
 
