@@ -43,28 +43,19 @@ REFUSED = OPENAI | VLLM_AND_SGLANG | OTHERS
 """Fields that would change the answer, with the values that have no effect; null has none either."""
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = REFUSED | {
-    "add_generation_prompt": (),
-    "chat_template_kwargs": ({},),
+    **dict.fromkeys(("add_generation_prompt", "max_completion_tokens", "reasoning_effort"), ()),
+    "chat_template_kwargs": EMPTY_OBJECT,
     "continue_final_message": OFF,
-    "max_completion_tokens": (),
-    "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tools": EMPTY_LIST,
     "top_logprobs": (0,),
 }
-REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {
-    "echo": OFF,
-}
+REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {"echo": OFF}
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("conversation", "image", "max_tool_calls", "moderation"), ()),
+    **dict.fromkeys(("previous_response_id", "prompt"), ()),
+    **dict.fromkeys(("context_management", "include"), EMPTY_LIST),
     "background": OFF,
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

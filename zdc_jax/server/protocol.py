@@ -223,22 +223,19 @@ class GenerationRequest(StructuredRequest, ABC):
                 compile_grammar(model, grammar)  # A new one takes up to a second.
         return samplings
 
-    def _check_minimum(self, limit: int) -> None:
-        """Raise `RequestError` if `min_tokens` exceeds the most tokens of an answer."""
+    def _limit_answer(self, limit: int, prompt: Sequence[int], max_model_len: int, param: str) -> int:
+        """Return the most tokens of an answer, at most `limit` and what the prompt leaves.
+
+        Raises:
+          RequestError: that is less than one token, or less than `min_tokens`.
+        """
         if self.min_tokens > limit:
             message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={limit}"
             raise RequestError(message, param="min_tokens")
-
-    def _find_room(self, prompt: Sequence[int], max_model_len: int, param: str) -> int:
-        """Return the tokens that a prompt leaves for its answer.
-
-        Raises:
-          RequestError: the prompt leaves less than one token, or less than `min_tokens`.
-        """
         room, fewest = max_model_len - len(prompt), max(1, self.min_tokens)
         if room < fewest:
             raise make_length_error(param, len(prompt), fewest, max_model_len)
-        return room
+        return min(limit, room)
 
     def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
         """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request."""
@@ -299,12 +296,11 @@ class CompletionRequest(GenerationRequest):
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         limit = COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
-        self._check_minimum(limit)
         with report_errors_of("prompt"):
             special = self.add_special_tokens
             encoded = [token_ids(model, prompt, add_special_tokens=special) for prompt in self.prompts]
         prompts = [ids.tolist() for ids in encoded]
-        limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
+        limits = [self._limit_answer(limit, prompt, max_model_len, "prompt") for prompt in prompts]
         scored = self.echo and self.logprobs is not None
         pairs = zip(prompts, limits, strict=True)
         return self._build_requests(model, pairs, self.logprobs, prompt_logprobs=scored)
@@ -365,9 +361,9 @@ class ChatRequest(GenerationRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        self._check_minimum(limit := self.max_completion_tokens or self.max_tokens or max_model_len)
         prompt = self._encode_messages(model)
-        limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
+        limit = self.max_completion_tokens or self.max_tokens or max_model_len
+        limit = self._limit_answer(limit, prompt, max_model_len, "messages")
         logprobs = self.top_logprobs if self.logprobs else None
         stop_tokens, new_text = chat_stop_tokens(model), not self.continue_final_message
         return self._build_requests(model, [(prompt, limit)], logprobs, stop_tokens, new_text=new_text)
