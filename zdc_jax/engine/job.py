@@ -68,6 +68,7 @@ class Job:
             stop=StopStrings(request.stop),
             before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
+            guide=self.guide,
         )
         self._resume(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
@@ -125,14 +126,8 @@ class Job:
 
     def _resume(self, tokens: tuple[int, ...]) -> None:
         """Add tokens reported by another engine; raise `PromptError` if the answer ends with them."""
-        if self.guide is not None:
-            self.guide.accept(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
-            self.answer.append(
-                tokens,
-                full=len(tokens) >= self.work.max_tokens,
-                complete=self.guide is not None and self.guide.is_complete,
-            )
+            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
         if self.answer.finish_reason is not None:
             raise PromptError(
                 f"generated: these {len(tokens)} tokens end the answer; nothing is left to generate"
@@ -162,12 +157,9 @@ class Job:
         """
         work = self.work
         work.output += tokens
-        if self.guide is not None:
-            self.guide.accept(tokens)
-        complete = self.guide is not None and self.guide.is_complete
         full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.append(tokens, full=full, complete=complete)
+            delta = self.answer.append(tokens, full=full)
         if delta is not None:
             shown = self._to_logprobs(delta.tokens, scores)
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
