@@ -1,4 +1,4 @@
-"""What an engine refuses: requests, settings and caches, and requests after it has closed or failed."""
+"""Refusals of an engine: requests, settings and caches, and requests after it has closed or failed."""
 
 import threading
 from dataclasses import replace
