@@ -234,7 +234,9 @@ def test_choosing_tokens_never_waits_for_the_host(choice, is_shaped):
     shaping = Shaping(*arrays) if is_shaped else None
 
     def run(leaves, shaping, *given):
-        return choosing._choose_next(jax.tree.unflatten(tree, leaves), *given, choice, shaping)
+        changes = (None, None, None) if shaping is None else shaping
+        embeddings = jax.tree.unflatten(tree, leaves)
+        return choosing.choose_in_batch(embeddings, *changes, *given, step="next", choice=choice)
 
     step = jax.jit(run).trace(placed, shaping, *given).lower(lowering_platforms=("cuda",)).compile()
     assert not WAITING.search(step.as_text())

@@ -6,7 +6,7 @@ from itertools import chain
 import jax.numpy as jnp
 import pytest
 from conftest import LLAMA, TinyModel
-from test_engine import ask
+from listening import ask
 
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest

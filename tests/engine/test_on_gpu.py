@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_engine import ask
+from listening import ask
 
 from benchmarks.serving.random_folder import Options, write_folder
 from zdc_jax.engine.engine import Engine, EngineConfig

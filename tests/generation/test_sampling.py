@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from zdc_jax import Sampling
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.next_token import find_top
+from zdc_jax.generation.next_token import draw, find_top, restrict
 from zdc_jax.generation.packed_parameters import PackedParameters, pack_parameters
-from zdc_jax.generation.sampling import draw, request_keys, restrict
+from zdc_jax.generation.sampling import request_keys
 
 LOGITS = 3 * np.random.default_rng(0).normal(size=(6, 30)).astype(np.float32)
 PROMPTS = [np.array(prompt, np.int32) for prompt in ([1], [1, 2], [2, 1], [1], [0, 1], [1, 0])]
 POSITIONS = jnp.array([1, 2, 2, 1, 2, 2])
-chosen = jax.jit(
-    lambda logits, numbers, positions: draw(logits, PackedParameters.of(numbers).sampling, positions)
-)
+chosen = jax.jit(lambda logits, numbers, positions: draw(logits, PackedParameters.of(numbers), positions))
 
 
 def numbers(samplings, prompts):

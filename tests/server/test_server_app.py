@@ -394,7 +394,7 @@ def test_an_engine_does_not_suffer_from_a_server_that_has_gone():
             self.notify = notify
 
     async def ask() -> None:
-        Answers.submit(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
+        Answers(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
 
     late = Late()
     late.stats, late.max_model_len = EngineStats, 9

@@ -5,13 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from conftest import LLAMA
 from tiny_tokenizers import ascii_tokenizer
 
 from zdc_jax import Sampling
 from zdc_jax.conversation.tools.formats import HERMES, LLAMA3, MISTRAL
-from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.guide import Guide
 from zdc_jax.server.tool_grammar import tool_call_grammar
@@ -90,17 +88,3 @@ def test_marks_may_be_tokens_of_text():
     assert fits(call)
     texts = {walk(Grammar.choice(["<tool_call>", "no"]), seed, model) for seed in range(8)}
     assert texts == {"<tool_call>", "no"}
-
-
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ([], r"tools=\[\] must have at least one tool"),
-        ([{"type": "function"}], "tools.0.function=None must be an object with a name"),
-        ([*TOOLS, {"function": {"name": 5}}], "tools.3.function=.* must be an object with a name"),
-        ([{"function": {"name": "a", "parameters": 5}}], "tools.0.function.parameters=5 must be a JSON"),
-    ],
-)
-def test_malformed_tools_are_refused_by_name(tools, message):
-    with pytest.raises(PromptError, match=message):
-        tool_call_grammar(tools, HERMES, MODEL.tokenizer)

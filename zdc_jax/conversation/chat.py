@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -172,7 +173,13 @@ class Conversation:
         self._turn = Turn(len(prompt), cached_tokens, run.result())
         if self._keeps_cache:
             (chosen,), state = run.settled()
-            self._cached = CachedText.after_turn(self._tokenizer, text, prompt.tolist(), chosen, state.cache)
+            decode = partial(decode_after, self._tokenizer, ids := prompt.tolist())
+            self._cached = CachedText(
+                cache=state.cache,
+                tokens=(*ids, *chosen),
+                text=text + decode(chosen),
+                text_in_cache=text + decode(chosen[:-1]),
+            )
 
     def _plan_turn(self, text: str) -> tuple[Request, KVCache | None]:
         """Return the request for a chat with this text, and the cache to continue from, if possible.
@@ -225,26 +232,6 @@ class CachedText:
     tokens: tuple[int, ...]
     text: str
     text_in_cache: str
-
-    @classmethod
-    def after_turn(
-        cls, tokenizer: Tokenizer, text: str, prompt: list[int], chosen: list[int], cache: KVCache
-    ) -> Self:
-        """Build the cached text after a turn.
-
-        Args:
-          tokenizer: tokenizer of the model.
-          text: text of the chat before the reply.
-          prompt: token ids of that text.
-          chosen: tokens that the model chose.
-          cache: cache after the turn.
-        """
-        return cls(
-            cache=cache,
-            tokens=(*prompt, *chosen),
-            text=text + decode_after(tokenizer, prompt, chosen),
-            text_in_cache=text + decode_after(tokenizer, prompt, chosen[:-1]),
-        )
 
     def continue_to(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int] | None:
         """Return token ids of `text` that start with those in the cache; None if its start differs.

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose
+from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose, take_flat
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 
+Step = Literal["first", "next"]
+"""Step whose tokens are chosen: the first token of one sequence, or the next ones of all."""
 SHAPED: tuple[Choice, ...] = ("scored", "any")
 """Kinds of programs that choose tokens from changed logits (`Shaping`)."""
 SHAPE = "shape"
@@ -44,52 +46,36 @@ def list_choosing(
     """
     embeddings = Flat.of(network.embeddings)
 
-    def lower(run: Callable[..., Any], *inputs: Any, **options: Any) -> Lowering:
-        return partial(jax.jit(run, out_shardings=where, **options).lower, embeddings, *inputs)
+    def lower(step: Callable[..., Any], *inputs: Any, **options: Any) -> Lowering:
+        return partial(jax.jit(take_flat(step), out_shardings=where, **options).lower, embeddings, *inputs)
 
     def describe(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     D, vocab = network.config.embed_dim, network.config.vocab_size
-    steps = ("first", _choose_first, 1), ("next", _choose_next, len(state.last))
     kinds = [(choice, False) for choice in get_args(Choice)] + [(choice, True) for choice in SHAPED]
-    for (name, step, count), (choice, is_shaped) in itertools.product(steps, kinds):
-
-        def run(
-            flat: Flat[Embeddings],
-            counts: Array | None,
-            rest: tuple[Array, Array] | None,
-            *inputs: Any,
-            step: Any = step,
-            choice: Choice = choice,
-        ) -> tuple[Array, Array, SampledTokens, Array | None]:
-            changes = None if counts is None or rest is None else Shaping(counts, *rest)
-            return step(flat.whole, *inputs, choice, changes)
-
-        hidden = describe(network.dtype, count, D)
-        frontier = Frontier(hidden, describe(bool, count), describe(jnp.int32, count))
-        inputs = state.last, state.done, frontier, describe(jnp.int32, count, 1 + WIDTH)
-        changes: Any = None, None
-        if is_shaped:
-            changes = shaping.counts, (shaping.bias, describe(jnp.int32, count, mask_width(vocab)))
-        # The counts are updated in place.
-        yield (
-            name_choosing(name, choice, is_shaped),
-            lower(run, *changes, *inputs, donate_argnums=1 if is_shaped else ()),
+    for name, (choice, is_shaped) in itertools.product(get_args(Step), kinds):
+        count = 1 if name == "first" else len(state.last)
+        frontier = Frontier(
+            describe(network.dtype, count, D), describe(bool, count), describe(jnp.int32, count)
         )
-
-    def score(flat: Flat[Embeddings], hidden: Array, tokens: Array) -> Scores:
-        return score_tokens(flat.whole.unembed, hidden, tokens)
-
+        changes: Any = None, None, None
+        if is_shaped:
+            changes = shaping.counts, shaping.bias, describe(jnp.int32, count, mask_width(vocab))
+        inputs = *changes, state.last, state.done, frontier, describe(jnp.int32, count, 1 + WIDTH)
+        step = partial(choose_in_batch, step=name, choice=choice)
+        # The counts are updated in place.
+        donated = {"donate_argnums": 1} if is_shaped else {}
+        yield name_choosing(name, choice, is_shaped), lower(step, *inputs, **donated)
     for width in widths:
-        yield name_score(width), lower(score, describe(network.dtype, width, D), describe(jnp.int32, width))
-
+        inputs = describe(network.dtype, width, D), describe(jnp.int32, width)
+        yield name_score(width), lower(_score, *inputs)
     one = describe(jnp.int32, vocab), describe(jnp.float32, vocab)
     put = jax.jit(_put_row, donate_argnums=0, out_shardings=where)
     yield SHAPE, partial(put.lower, shaping[:2], describe(jnp.int32), one)
 
 
-def name_choosing(step: str, choice: Choice, is_shaped: bool) -> str:
+def name_choosing(step: Step, choice: Choice, is_shaped: bool) -> str:
     """Name the program that chooses tokens; `scored` ones serve `greedy` sequences with changed logits."""
     if not is_shaped:
         return f"choose {step}, {choice}"
@@ -101,44 +87,54 @@ def name_score(width: int) -> str:
     return f"score, {width} tokens"
 
 
-def _choose_next(
+def choose_in_batch(
     embeddings: Embeddings,
+    counts: Array | None,
+    bias: Array | None,
+    mask: Array | None,
     last: Array,
     done: Array,
     frontier: Frontier,
     packed: Array,
+    *,
+    step: Step,
     choice: Choice,
-    shaping: Shaping | None,
 ) -> tuple[Array, Array, SampledTokens, Array | None]:
-    """Choose the next tokens of all sequences in the frontier."""
-    return choose(embeddings, last, done, frontier, packed[:, 1:], choice, shaping)
+    """Choose tokens and update the arrays of a batch.
+
+    Args:
+      embeddings: embeddings that turn hidden states into logits.
+      counts: `Shaping.counts` of the batch; None for no changes of logits.
+      bias: `Shaping.bias` of the batch, or None.
+      mask: `Shaping.mask` of the sequences in the frontier, or None.
+      last: newest token of each sequence.
+      done: whether each newest token is a stop token.
+      frontier: hidden states and lengths of the batch, or of one sequence.
+      packed: batch index and packed request parameters of each of these sequences.
+      step: `first` for one sequence, `next` for the batch.
+      choice: kind of program.
+
+    Returns:
+      The new `last` and `done`, the tokens as one step, and the new counts.
+    """
+    row, whole = packed[0, 0], (last, done, counts)
+    if step == "first":
+        last, done, counts, bias = jax.tree.map(
+            lambda array: jax.lax.dynamic_slice_in_dim(array, row, 1), (last, done, counts, bias)
+        )
+    shaping = None if counts is None or bias is None else Shaping(counts, bias, mask)
+    last, done, chosen, counts = choose(embeddings, last, done, frontier, packed[:, 1:], choice, shaping)
+    if step == "first":
+        last, done, counts = jax.tree.map(
+            lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, row, 0),
+            whole,
+            (last, done, counts),
+        )
+    return last, done, chosen, counts
 
 
-def _choose_first(
-    embeddings: Embeddings,
-    last: Array,
-    done: Array,
-    frontier: Frontier,
-    packed: Array,
-    choice: Choice,
-    shaping: Shaping | None,
-) -> tuple[Array, Array, SampledTokens, Array | None]:
-    """Choose the first token of one sequence; `shaping` has the mask of this sequence only."""
-    row = packed[0, 0]
-
-    def read(whole: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(whole, row, 1)
-
-    def write(whole: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
-
-    own = None if shaping is None else Shaping(read(shaping.counts), read(shaping.bias), shaping.mask)
-    new_last, new_done, chosen, counts = _choose_next(
-        embeddings, read(last), read(done), frontier, packed, choice, own
-    )
-    if shaping is not None and counts is not None:
-        counts = write(shaping.counts, counts)
-    return write(last, new_last), write(done, new_done), chosen, counts
+def _score(embeddings: Embeddings, hidden: Array, tokens: Array) -> Scores:
+    return score_tokens(embeddings.unembed, hidden, tokens)
 
 
 def _put_row(whole: tuple[Array, ...], row: Array, one: tuple[Array, ...]) -> tuple[Array, ...]:

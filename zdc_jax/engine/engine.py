@@ -1,25 +1,26 @@
 """Engine: a thread that plans steps, starts them on the device, and delivers tokens of the previous step."""
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
 from zdc_jax.engine.checks import check_request
+from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import ChunkInputs, DecodeInputs, Runner, servable
+from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
-from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens
+from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
 from zdc_jax.generation.masks import full_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
@@ -169,7 +170,6 @@ class Engine:
         check_chunk(model, self._chunk, name="chunk")
         self.max_model_len = self.config.served_length(model.config.max_positions)
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
-        self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
         layout = Layout.of(
             network.device_caches,
             rows=self.config.max_sequences,
@@ -185,24 +185,22 @@ class Engine:
         self._inbox: list[Job] = []
         self._cancelled: list[Job] = []
         self._changed = threading.Condition()
-        self._closing = self._stopped = False
-        self._counts = EngineStats()
+        self.closing = self._stopped = False
+        self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="zdc-engine", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.close(drain=error is None, timeout=60)
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
         check_request(self.model, self.max_model_len, request)
         job = Job(self.model, request, notify, self.cancel)
         with self._changed:
-            if self._closing:
+            if self.closing:
                 raise Closing("the engine is closing and accepts no more requests")
             ahead = len(self._inbox) + len(self._scheduler.waiting) - len(self._scheduler.free)
             if ahead >= self.config.max_waiting:
@@ -222,17 +220,12 @@ class Engine:
         """Tokens of all requests together that the cache has room for."""
         return self._runner.layout.tokens
 
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
     def stats(self) -> EngineStats:
         with self._changed:
             scheduler = self._scheduler
-            running = len(scheduler.running)
-            return replace(
-                self._counts,
-                running=running,
+            return EngineStats(
+                **self._counts,
+                running=len(scheduler.running),
                 waiting=len(scheduler.waiting) + len(self._inbox),
                 cache_usage=1 - scheduler.pool.available / scheduler.pool.pages,
             )
@@ -240,7 +233,7 @@ class Engine:
     def close(self, *, drain: bool, timeout: float) -> None:
         until = time.monotonic() + timeout
         with self._changed:
-            self._closing = True
+            self.closing = True
             while drain and (self._inbox or self._jobs) and time.monotonic() < until:
                 self._changed.wait(0.05)
             self._stopped = True
@@ -255,7 +248,7 @@ class Engine:
             self._chunk,
             pages=layout.pages,
             page=layout.page,
-            alignment=self._alignment,
+            alignment=find_block(self.model),
             steps=self._runner.steps,
             reuse=self.config.reuse and layout.has_pages,
             tails=layout.tails,
@@ -274,7 +267,7 @@ class Engine:
             logger.exception("the engine failed and accepts no more requests")
             last = Event(finish_reason="error", error=f"the engine failed: {error}")
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._process_inbox()
         for job in list(self._jobs.values()):
             job.emit(last)
@@ -363,7 +356,11 @@ class Engine:
             chosen, scores, frontier = self._runner.prefill(
                 [self._chunk_inputs(chunk) for chunk in chunks], decoding.inputs
             )
-            started.pending += self._collect_chunks(chunks, chosen, scores)
+            # Chunks that generate no token are pending, too: that limits how far the host runs ahead.
+            for chunk, tokens in zip(chunks, chosen, strict=True):
+                job = self._jobs[chunk.work]
+                scored = None if scores is None else (job, chunk, scores)
+                started.pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
             if frontier is not None:
                 self._choose_or_wait(decoding, frontier, started)
                 decoding = self._new_group()
@@ -418,20 +415,6 @@ class Engine:
             tail=chunk.tail,
         )
 
-    def _collect_chunks(
-        self, chunks: Sequence[PrefillChunk], chosen: list[SampledTokens], scores: Scores | None
-    ) -> list[_PendingTokens]:
-        """Return the pending tokens of chunks.
-
-        Chunks that generate no token are pending, too: waiting for them limits how far the host runs ahead.
-        """
-        pending = []
-        for chunk, tokens in zip(chunks, chosen, strict=True):
-            job = self._jobs[chunk.work]
-            scored = None if scores is None else (job, chunk, scores)
-            pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
-        return pending
-
     def _deliver(self, results: list[_PendingTokens]) -> None:
         """Wait for pending tokens and pass them to their jobs."""
         for result in results:
@@ -446,11 +429,12 @@ class Engine:
 
     def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
         """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
-        tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
-        if broken := not chosen.finite[row, len(tokens) - 1]:
+        new = jax.tree.map(lambda part: part[row], chosen.new)
+        tokens = new.token[: chosen.counts[row]].tolist()
+        if broken := not new.finite[len(tokens) - 1]:
             tokens.pop()
         try:
-            device_knows = bool(tokens) and job.add_tokens(tokens, chosen.take_row(row))
+            device_knows = bool(tokens) and job.add_tokens(tokens, new.scores)
         except PromptError as error:
             logger.warning("request %s ends with an error: %s", job.request.id, error)
             job.emit(Event(finish_reason="error", error=str(error)))
@@ -494,6 +478,4 @@ class Engine:
     def _count(self, **increments: int) -> None:
         """Increase counters of the statistics."""
         with self._changed:
-            counts = self._counts
-            sums = {name: getattr(counts, name) + number for name, number in increments.items()}
-            self._counts = replace(counts, **sums)
+            self._counts.update(increments)

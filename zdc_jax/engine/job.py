@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from zdc_jax.axes import Array
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.masks import full_mask
-from zdc_jax.generation.next_token import Choice, Scores, Token
+from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.shaping import SequenceShaping, count_tokens, token_biases
@@ -69,6 +68,7 @@ class Job:
             stop=StopStrings(request.stop),
             before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
+            guide=self.guide,
         )
         self._resume(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
@@ -126,14 +126,8 @@ class Job:
 
     def _resume(self, tokens: tuple[int, ...]) -> None:
         """Add tokens reported by another engine; raise `PromptError` if the answer ends with them."""
-        if self.guide is not None:
-            self.guide.accept(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
-            self.answer.append(
-                tokens,
-                full=len(tokens) >= self.work.max_tokens,
-                complete=self.guide is not None and self.guide.is_complete,
-            )
+            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
         if self.answer.finish_reason is not None:
             raise PromptError(
                 f"generated: these {len(tokens)} tokens end the answer; nothing is left to generate"
@@ -148,46 +142,35 @@ class Job:
 
         A prompt that is prefilled again after a preemption yields some scores twice; the first ones are kept.
         """
-        following = self._to_logprobs(self.request.prompt[begin + 1 : end + 1], *scores)
+        following = self._to_logprobs(self.request.prompt[begin + 1 : end + 1], scores)
         self._prompt_logprobs += following[len(self._prompt_logprobs) - begin - 1 :]
 
-    def add_tokens(self, tokens: list[int], chosen: Token) -> bool:
+    def add_tokens(self, tokens: list[int], scores: Scores | None) -> bool:
         """Add new tokens and send an event.
 
         Args:
           tokens: new token ids.
-          chosen: arrays of this sequence, with log-probabilities if the request asked for them.
+          scores: their log-probabilities, if the request asked for them.
 
         Returns:
           Whether the device, too, knows that these tokens end the answer.
         """
         work = self.work
         work.output += tokens
-        if self.guide is not None:
-            self.guide.accept(tokens)
-        complete = self.guide is not None and self.guide.is_complete
         full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.append(tokens, full=full, complete=complete)
+            delta = self.answer.append(tokens, full=full)
         if delta is not None:
-            shown = self._to_logprobs(delta.tokens, *chosen[2:])
+            shown = self._to_logprobs(delta.tokens, scores)
             self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 
-    def _to_logprobs(
-        self,
-        tokens: Sequence[int],
-        logprob: Array | None,
-        top_ids: Array | None,
-        top_logprobs: Array | None,
-    ) -> list[TokenLogprobs]:
+    def _to_logprobs(self, tokens: Sequence[int], scores: Scores | None) -> list[TokenLogprobs]:
         """Convert arrays to log-probabilities of the first tokens, if the request asked for them."""
         if self.request.logprobs is None:
             return []
-        assert logprob is not None, "the program computes no log-probabilities"
-        assert top_ids is not None
-        assert top_logprobs is not None
-        columns = zip(tokens, logprob.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=False)
+        assert scores is not None, "the program computes no log-probabilities"
+        columns = zip(tokens, *(part.tolist() for part in scores), strict=False)
         return [
             TokenLogprobs(token, value, tuple(zip(ids, values, strict=True))[: self.request.logprobs])
             for token, value, ids, values in columns

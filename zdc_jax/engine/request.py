@@ -99,7 +99,7 @@ class Event:
 class Ticket(Protocol):
     """Handle of a submitted request."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Free the request's resources soon; its last event is `cancelled` unless it ended before."""
 
 

@@ -12,22 +12,22 @@ one program that contains both, in a loop of known length.
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
-from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
-from zdc_jax.engine.choosing import SHAPE, list_choosing, name_choosing, name_score
+from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
 from zdc_jax.engine.compiling import Lowering, compile_all
+from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
@@ -45,9 +45,9 @@ from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket, list_widths
 from zdc_jax.generation.masks import full_mask
-from zdc_jax.generation.next_token import Choice, Scores
+from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.packed_parameters import WIDTH
-from zdc_jax.generation.shaping import SequenceShaping, Shaping
+from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import (
     ONE_GRAPH,
     SEPARATE_PRODUCTS,
@@ -72,8 +72,6 @@ LONGEST_OF_SEVERAL = 2048
 """Most tokens of each of several chunks in one program."""
 ALONE = 8192
 """Tokens of the longest chunk on GPUs if nothing else runs."""
-NO_SLOT = 2**30
-"""Slot of no snapshot, beyond all slots."""
 FEW_ROWS = (1, 8)
 """Numbers of sequences that have programs of several decode steps of their own.
 
@@ -92,69 +90,6 @@ By default XLA puts kernels into CUDA graphs, and appears to rebuild a graph, ke
 array has moved. That costs more than it saves in prefill, and where several graphs make up a step.
 """
 PREFILL_OPTIONS = NO_GRAPHS | SEPARATE_PRODUCTS
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """Inputs for one prefill chunk.
-
-    Attributes:
-      row: index of the sequence in the batch.
-      tokens: token ids of the chunk.
-      begin: position of the first token.
-      last: whether the text ends with the chunk, so that a token is generated after it.
-      numbers: packed request parameters (`pack_parameters`).
-      choice: kind of program that chooses that token.
-      shaping: changes of logits before that choice; None for no changes.
-      following: token after the chunk, to score the token after each of the chunk's; None for no scores.
-      mark: tokens of the sequence that a snapshot holds.
-      tail: slot of that snapshot; None for no snapshot.
-    """
-
-    row: int
-    tokens: Sequence[int]
-    begin: int
-    last: bool
-    numbers: np.ndarray
-    choice: Choice = "any"
-    shaping: SequenceShaping | None = None
-    following: int | None = None
-    mark: int = 0
-    tail: int | None = None
-
-    @property
-    def header(self) -> list[int]:
-        """Numbers before the tokens in a packed chunk."""
-        slot = NO_SLOT if self.tail is None else self.tail
-        return [self.row, self.begin, len(self.tokens), self.last, self.mark, slot]
-
-
-@dataclass
-class DecodeInputs:
-    """Inputs for decoding.
-
-    Attributes:
-      numbers: packed request parameters of each sequence (`pack_parameters`), [B, WIDTH] int32.
-      active: sequences to decode, [B] bool.
-      choice: kind of program that serves all of them.
-      is_shaped: whether the logits of one of them are changed before its token is chosen.
-    """
-
-    numbers: np.ndarray
-    active: np.ndarray
-    choice: Choice
-    is_shaped: bool = False
-
-    def add(self, row: int, numbers: np.ndarray, choice: Choice, is_shaped: bool = False) -> None:
-        """Add the sequence at index `row` of the batch."""
-        self.numbers[row], self.active[row] = numbers, True
-        self.choice = max(choice, self.choice, key=get_args(Choice).index)
-        self.is_shaped |= is_shaped
-
-    def pack(self, count: int | None = None) -> Int[np.ndarray, "B 1+WIDTH"]:
-        """Pack the inputs of the first `count` sequences for a program; default all."""
-        active, numbers = self.active[:count, None], self.numbers[:count]
-        return np.concatenate([active.astype(np.int32), numbers], axis=1)
 
 
 class Runner:
@@ -275,7 +210,7 @@ class Runner:
         (first, *more), advanced, decodes = chunks, None, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
         count = self.grouping.several if more else 1
-        packed = _pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
+        packed = pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
         if self._is_whole(first):
             name = _name_prefill_whole(width)
         elif self.together and (more or decodes or width < self._widths[0]):
@@ -341,7 +276,7 @@ class Runner:
         """
         if not chunk.last:
             lengths, active = frontier.lengths, frontier.active
-            return SampledTokens(lengths, active, lengths, active, None, None, None)
+            return SampledTokens(Token(lengths, active), active, lengths)
         packed, shaping = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None], None
         if chunk.shaping is not None:
             counts, bias = self._programs[SHAPE](self._shaping[:2], np.int32(chunk.row), chunk.shaping[:2])
@@ -359,7 +294,7 @@ class Runner:
 
     def _choose(
         self,
-        step: Literal["first", "next"],
+        step: Step,
         choice: Choice,
         frontier: Frontier,
         packed: np.ndarray | Array,
@@ -367,9 +302,9 @@ class Runner:
     ) -> SampledTokens:
         """Run a program that chooses tokens."""
         state, program = self._state, self._programs[name_choosing(step, choice, shaping is not None)]
-        counts, rest = (None, None) if shaping is None else (shaping.counts, shaping[1:])
+        changes = (None, None, None) if shaping is None else shaping
         last, done, chosen, counts = program(
-            self._flat_embeddings, counts, rest, state.last, state.done, frontier, packed
+            self._flat_embeddings, *changes, state.last, state.done, frontier, packed
         )
         self._state = state._replace(last=last, done=done)
         if counts is not None:
@@ -378,8 +313,7 @@ class Runner:
 
     def new_decode_inputs(self) -> DecodeInputs:
         """Return inputs without active sequences."""
-        rows = self.layout.rows
-        return DecodeInputs(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
+        return DecodeInputs.empty(self.layout.rows)
 
     def _send(self, packed: np.ndarray) -> Array:
         """Return packed inputs on all devices, transferred only if they differ from the last ones."""
@@ -552,14 +486,3 @@ def _name_decode_loop(count: int, choice: Choice) -> str:
     The sampling one serves every choice but `greedy`.
     """
     return f"decode loop of {count} sequences, {'greedy' if choice == 'greedy' else 'any'}"
-
-
-def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_row: int) -> np.ndarray:
-    """Pack chunks for a program with `count` chunks of `width` tokens in total.
-
-    Missing chunks are empty and have the batch index `empty_row`.
-    """
-    empty = [empty_row, 0, 0, False, 0, NO_SLOT]
-    headers = [chunk.header for chunk in chunks] + [empty] * (count - len(chunks))
-    tokens = [token for chunk in chunks for token in chunk.tokens]
-    return np.array([*itertools.chain(*headers), *tokens, *[0] * (width - len(tokens))], np.int32)

@@ -5,10 +5,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,28 +168,22 @@ class GrammarCompiler:
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
             json.dump(arguments, pipe)
-        self._results: OrderedDict[Grammar, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compile = lru_cache(CACHED_GRAMMARS)(self._compile_new)
 
     def compile(self, grammar: Grammar) -> Any:
         """Return a matcher of its own for each call; raise `PromptError` if the grammar cannot be used."""
-        with self._lock:
-            result = self._results.get(grammar)
-        if result is None:
-            error = self._try(grammar)
-            if error is None:
-                result = self._library.new_matcher(self._tokenizer, grammar.kind, grammar.source)
-            else:
-                cause = " ".join(str(error).split())  # In one line, without the drawing of the place.
-                result = f"{grammar.kind}={grammar.source!r:.80} cannot be used: {cause}"
-        with self._lock:
-            self._results[grammar] = result
-            self._results.move_to_end(grammar)
-            while len(self._results) > CACHED_GRAMMARS:
-                self._results.popitem(last=False)
+        result = self._compile(grammar)
         if isinstance(result, str):
             raise PromptError(result)
         return result.deep_copy()
+
+    def _compile_new(self, grammar: Grammar) -> Any:
+        """Return a matcher to copy, or an error message."""
+        error = self._try(grammar)
+        if error is None:
+            return self._library.new_matcher(self._tokenizer, grammar.kind, grammar.source)
+        cause = " ".join(str(error).split())  # In one line, without the drawing of the place.
+        return f"{grammar.kind}={grammar.source!r:.80} cannot be used: {cause}"
 
     def _try(self, grammar: Grammar) -> str | None:
         """Compile a grammar in another process; return an error message, or None if it can be used."""

@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.generation.packed_parameters import PackedParameters
-from zdc_jax.generation.sampling import draw
 from zdc_jax.generation.shaping import Shaping
 
 MAX_LOGPROBS = 20
@@ -26,35 +25,8 @@ Choice = Literal["greedy", "scored", "any"]
 """
 
 
-class Token(NamedTuple):
-    """Chosen tokens with log-probabilities (natural logarithms), which `greedy` programs leave out.
-
-    Attributes:
-      token: token ids, [*B] int32.
-      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
-      logprob: log-probability of each token, [*B].
-      top_ids: ids of the most likely tokens, [*B, 20] int32.
-      top_logprobs: log-probabilities of the most likely tokens, [*B, 20].
-    """
-
-    token: Array
-    finite: Array
-    logprob: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
-
-    @classmethod
-    def zeros(cls, choice: Choice, *shape: int) -> "Token":
-        """Return zeros to be filled with tokens of a batch `shape`."""
-        token, finite = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-        if choice == "greedy":
-            return cls(token, finite)
-        top_shape = (*shape, MAX_LOGPROBS)
-        return cls(token, finite, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
-
-
 class Scores(NamedTuple):
-    """Log-probabilities of known tokens.
+    """Log-probabilities of tokens (natural logarithms).
 
     Attributes:
       logprob: log-probability of each token, [*B].
@@ -65,6 +37,27 @@ class Scores(NamedTuple):
     logprob: Array
     top_ids: Array
     top_logprobs: Array
+
+
+class Token(NamedTuple):
+    """Chosen tokens.
+
+    Attributes:
+      token: token ids, [*B] int32.
+      finite: whether each token was chosen from finite logits, [*B] bool. Otherwise it has no meaning.
+      scores: log-probabilities, which `greedy` programs leave out.
+    """
+
+    token: Array
+    finite: Array
+    scores: Scores | None = None
+
+    @classmethod
+    def zeros(cls, choice: Choice, *shape: int) -> "Token":
+        """Return zeros to be filled with tokens of a batch `shape`."""
+        ids, top = jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32), jnp.zeros((*shape, MAX_LOGPROBS))
+        scores = None if choice == "greedy" else Scores(jnp.zeros(shape), ids, top)
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), scores)
 
 
 def choose_token(
@@ -83,15 +76,15 @@ def choose_token(
       choice: kind of program, which must support what `rows` request.
       shaping: arrays from which logits are changed before the choice; None for no changes.
     """
-    shaped = logits if shaping is None else shaping.apply(logits, rows.penalties)
+    shaped = logits if shaping is None else shaping.apply(logits, rows)
     if choice == "greedy":
         return choose_greedy(shaped)
     allowed = _mask_early_stops(shaped, rows, lengths)
-    token = draw(allowed, rows.sampling, lengths) if choice == "any" else choose_greedy(allowed).token
+    token = draw(allowed, rows, lengths) if choice == "any" else choose_greedy(allowed).token
     top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return Token(token, _are_finite(logits), logprob, top_ids, top_logits - total[:, None])
+    return Token(token, _are_finite(logits), Scores(logprob, top_ids, top_logits - total[:, None]))
 
 
 def choose_greedy(logits: Float[Array, "B V"]) -> Token:
@@ -127,6 +120,44 @@ def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 20"], Float[A
     values_below, ids_below = jax.lax.top_k(others, MAX_LOGPROBS - MAX_LOGPROBS // 2)
     ids = jnp.concatenate([ids_above, ids_below], axis=-1)
     return ids.astype(jnp.int32), jnp.concatenate([values_above, values_below], axis=-1)
+
+
+def draw(
+    logits: Float[Array, "B V"], rows: PackedParameters, positions: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Return the next token of each sequence.
+
+    A draw depends only on the sequence's key and position, so streaming and batching do not change it.
+
+    Args:
+      logits: logits of each sequence.
+      rows: sampling parameters of each sequence.
+      positions: tokens of each sequence before the new one.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_greedy = rows.temperature == 0
+    # The largest logit becomes 0 before the division, so that no temperature makes it infinite.
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(is_greedy, 1, rows.temperature)[:, None]
+    # The largest of the scaled logits is 0.
+    likely = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], scaled, -jnp.inf)
+    restricted = restrict(likely, rows.top_k, rows.top_p)
+    keys = jax.vmap(jax.random.fold_in)(rows.keys, positions)
+    drawn = jax.vmap(jax.random.categorical)(keys, restricted)
+    return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
+
+
+def restrict(
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Set logits to -inf outside the top-k and top-p sets of each sequence; ties at the threshold stay."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
+    mass = jnp.cumsum(jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1), axis=-1)
+    before = jnp.pad(mass, ((0, 0), (1, 0)))[:, :-1]
+    count = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
+    threshold = jnp.take_along_axis(ordered, jnp.maximum(count, 1) - 1, axis=-1)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def _mask_early_stops(logits: Array, rows: PackedParameters, lengths: Array) -> Array:

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
-from zdc_jax.generation.sampling import Sampling, SamplingArrays
-from zdc_jax.generation.shaping import Penalties
+from zdc_jax.generation.sampling import Sampling
 
 MAX_STOP_TOKENS = 16
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -24,7 +23,6 @@ FIELDS = ("limit", "minimum", "top_k", "key_0", "key_1", "is_shaped", *FLOATS)
 Numbers in `FLOATS` are the bits of float32 numbers.
 """
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
-AT = {name: column for column, name in enumerate(FIELDS)}
 _MAX_INT32 = np.iinfo(np.int32).max
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
@@ -71,43 +69,46 @@ class PackedParameters(NamedTuple):
     Attributes:
       limit: cache length at which each sequence is full, [B] int32.
       minimum: cache length from which a stop token may end each sequence, [B] int32.
-      sampling: sampling parameters of each sequence.
-      penalties: penalties of each sequence.
+      temperature: softmax temperature, 0 for greedy sequences, [B] float32.
+      top_k: number of most likely tokens to sample from, [B] int32.
+      top_p: probability of the set of most likely tokens to sample from, [B] float32.
+      min_p: smallest share of the largest probability that a token must have, [B] float32.
+      keys: [B] JAX random keys.
+      is_shaped: whether biases apply, [B] bool; other sequences may still have those of an earlier one.
+      presence: subtracted from logits of generated tokens, [B] float32.
+      frequency: subtracted for each time that a token was generated, [B] float32.
+      repetition: divisor or factor of logits of tokens in the prompt or the answer, [B] float32.
       stop_ids: stop tokens of each sequence, -1 for none, [B, MAX_STOP_TOKENS] int32.
     """
 
     limit: Array
     minimum: Array
-    sampling: SamplingArrays
-    penalties: Penalties
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    keys: Array
+    is_shaped: Array
+    presence: Array
+    frequency: Array
+    repetition: Array
     stop_ids: Array
 
     @classmethod
     def of(cls, numbers: Int[Array, "B WIDTH"]) -> "PackedParameters":
         """Unpack vectors of `pack_parameters`."""
-
-        def read_int(name: str) -> Array:
-            return numbers[:, AT[name]]
-
-        def read_float(name: str) -> Array:
-            return jax.lax.bitcast_convert_type(read_int(name), jnp.float32)
-
-        keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
-        sampling = SamplingArrays(
-            temperature=read_float("temperature"),
-            top_k=read_int("top_k"),
-            top_p=read_float("top_p"),
-            min_p=read_float("min_p"),
+        ints = dict(zip(FIELDS, numbers.T, strict=False))
+        floats = {name: jax.lax.bitcast_convert_type(ints[name], jnp.float32) for name in FLOATS}
+        keys = jax.lax.bitcast_convert_type(jnp.stack([ints["key_0"], ints["key_1"]], axis=1), jnp.uint32)
+        return cls(
+            limit=ints["limit"],
+            minimum=ints["minimum"],
+            top_k=ints["top_k"],
             keys=jax.random.wrap_key_data(keys, impl="threefry2x32"),
+            is_shaped=ints["is_shaped"] == 1,
+            stop_ids=numbers[:, len(FIELDS) :],
+            **floats,
         )
-        penalties = Penalties(
-            is_shaped=read_int("is_shaped") == 1,
-            presence=read_float("presence"),
-            frequency=read_float("frequency"),
-            repetition=read_float("repetition"),
-        )
-        stop_ids = numbers[:, len(FIELDS) :]
-        return cls(read_int("limit"), read_int("minimum"), sampling, penalties, stop_ids)
 
     def stops(self, token: Int[Array, " B"], lengths: Int[Array, " B"]) -> Array:
         """Return which sequences a new token ends, [B] bool; `lengths` counts the tokens before it."""

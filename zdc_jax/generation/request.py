@@ -13,6 +13,7 @@ from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, find_block
 from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
+from zdc_jax.generation.shaping import check_in_vocabulary
 from zdc_jax.loading import LanguageModel, TextModel
 
 Prompt = str | Sequence[int]
@@ -236,9 +237,7 @@ def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[
     ids: Any = [stop_tokens] if is_whole(stop_tokens) else stop_tokens
     if not isinstance(ids, Iterable) or not all(is_whole(token) for token in ids):
         raise PromptError(f"{stop_tokens=} must be a token id or a list of token ids")
-    vocab = model.config.vocab_size
-    if (bad := next((token for token in ids if not 0 <= token < vocab), None)) is not None:
-        raise PromptError(f"{stop_tokens=}: token id {bad} lies outside the vocabulary 0…{vocab - 1}")
+    check_in_vocabulary(f"{stop_tokens=}", ids, model)
     return tuple(int(token) for token in ids)
 
 
@@ -246,9 +245,14 @@ def find_special_tokens(model: TextModel, strings: Sequence[str]) -> list[int]:
     """Return the ids of strings that are special tokens: no text has them, so they stop as tokens."""
     if model.tokenizer is None or not strings:
         return []
-    added = model.tokenizer.get_added_tokens_decoder()
-    ids = {each.content: token for token, each in added.items() if each.special}
+    ids = list_special_tokens(model.tokenizer)
     return [ids[string] for string in strings if string in ids]
+
+
+def list_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the id of each special token by its text."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {each.content: token for token, each in added.items() if each.special}
 
 
 def _resolve_stop_tokens(

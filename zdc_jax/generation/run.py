@@ -79,10 +79,10 @@ class Run:
                 request.stop_ids,
                 stop,
                 before=() if request.new_text else prompt.tolist(),
+                guide=Guide.of(model, sampling, request.stop_ids),
             )
-            for index, prompt in enumerate(request.prompts)
+            for index, (prompt, sampling) in enumerate(zip(request.prompts, request.samplings, strict=True))
         ]
-        self._guides = [Guide.of(model, sampling, request.stop_ids) for sampling in request.samplings]
         self._shaping = self._guided(Shaping.of(model, request.samplings, request.prompts))
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
@@ -229,16 +229,16 @@ class Run:
     @property
     def _is_guided(self) -> bool:
         """Whether the host must know each token before the next one is chosen."""
-        return any(guide is not None for guide in self._guides)
+        return any(sequence.guide is not None for sequence in self.sequences)
 
     def _guided(self, shaping: Shaping | None) -> Shaping | None:
         """Return the arrays of a call with the masks of its next tokens."""
         if shaping is None or not self._is_guided:
             return shaping
-        mask = full_mask(self.model.config.vocab_size, len(self._guides))
-        for row, (guide, sequence) in enumerate(zip(self._guides, self.sequences, strict=True)):
-            if guide is not None and sequence.finish_reason is None:
-                mask[row] = guide.mask()
+        mask = full_mask(self.model.config.vocab_size, len(self.sequences))
+        for row, sequence in enumerate(self.sequences):
+            if sequence.guide is not None and sequence.finish_reason is None:
+                mask[row] = sequence.guide.mask()
         return shaping._replace(mask=jnp.asarray(mask))
 
     @property
@@ -271,20 +271,13 @@ class Run:
         Raises:
           NonFiniteError: a sequence goes on, but its last logits are not finite.
         """
-        finite = np.asarray(result.finite)
-        rows = zip(self.sequences, self._guides, self.chosen, self._record(result), strict=True)
-        for sequence, guide, chosen, new in rows:
+        finite = np.asarray(result.new.finite)
+        for sequence, chosen, new in zip(self.sequences, self.chosen, self._record(result), strict=True):
             if not new or sequence.finish_reason is not None:
                 continue
             broken = not finite[sequence.index, len(new) - 1]
-            kept = new[: len(new) - broken]
-            if guide is not None:
-                guide.accept(kept)
-            delta = sequence.append(
-                kept,
-                full=not broken and len(chosen) >= self.request.max_new_tokens,
-                complete=guide is not None and guide.is_complete,
-            )
+            full = not broken and len(chosen) >= self.request.max_new_tokens
+            delta = sequence.append(new[: len(new) - broken], full=full)
             if delta is not None:
                 yield delta
             if broken and sequence.finish_reason is None:

@@ -6,14 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
-from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Grammar
 
@@ -27,6 +23,13 @@ MAX_BIAS = 100
 """Largest magnitude of a logit's bias, as in OpenAI's API."""
 REPETITION_PENALTIES = 1e-3, 1e3
 """Smallest and largest repetition penalty; logits stay finite in float32 within these limits."""
+RANGES = {
+    "min_p": (0, 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": REPETITION_PENALTIES,
+}
+"""Smallest and largest values of parameters."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +78,27 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= _number(self.temperature) <= _LARGEST:
-            raise PromptError(
-                f"temperature={self.temperature!r:.80} must be a finite float32 number >= 0; 0 is greedy"
-            )
+            raise self._refuse("temperature", "a finite float32 number >= 0; 0 is greedy")
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
-            raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
+            raise self._refuse("top_k", "a whole number >= 1, or None")
         if self.top_p is not None and not 0 < _number(self.top_p) <= 1:
-            raise PromptError(f"top_p={self.top_p!r:.80} must be a number in (0, 1], or None")
+            raise self._refuse("top_p", "a number in (0, 1], or None")
         if not (is_whole(self.seed) and 0 <= self.seed < SEEDS):
-            raise PromptError(f"seed={self.seed!r} must be a whole number from 0 to {SEEDS - 1}")
-        if not 0 <= _number(self.min_p) <= 1:
-            raise PromptError(f"min_p={self.min_p!r:.80} must be a number from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(_number(value := getattr(self, name))) <= MAX_PENALTY:
-                raise PromptError(
-                    f"{name}={value!r:.80} must be a number from -{MAX_PENALTY} to {MAX_PENALTY}"
-                )
-        least, most = REPETITION_PENALTIES
-        if not least <= _number(self.repetition_penalty) <= most:
-            raise PromptError(
-                f"repetition_penalty={self.repetition_penalty!r:.80} must be a number from {least:g} to "
-                f"{most:g}"
-            )
+            raise self._refuse("seed", f"a whole number from 0 to {SEEDS - 1}")
+        for name, (least, most) in RANGES.items():
+            if not least <= _number(getattr(self, name)) <= most:
+                raise self._refuse(name, f"a number from {least:g} to {most:g}")
         # Tuples, so that equal parameters have equal hashes.
         object.__setattr__(self, "logit_bias", _sorted_biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _word_tuple(self.bad_words))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise PromptError(f"grammar={self.grammar!r:.80} must be a Grammar, or None")
+            raise self._refuse("grammar", "a Grammar, or None")
+
+    def _refuse(self, name: str, allowed: str) -> PromptError:
+        """Return the error for a parameter outside its range."""
+        return PromptError(f"{name}={getattr(self, name)!r:.80} must be {allowed}")
 
     @property
     def is_shaped(self) -> bool:
@@ -158,24 +153,6 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-class SamplingArrays(NamedTuple):
-    """Sampling parameters of a batch.
-
-    Attributes:
-      temperature: [B] float32, 0 for greedy sequences.
-      top_k: [B] int32.
-      top_p: [B] float32.
-      min_p: [B] float32.
-      keys: [B] JAX random keys.
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    keys: Array
-
-
 def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -> np.ndarray:
     """Return a random key for each request, [B, 2] uint32.
 
@@ -190,41 +167,3 @@ def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -
         keys.append(np.frombuffer(hashlib.sha256(numbers + ids).digest()[:8], "<u4"))
         earlier[sampling, ids] += 1
     return np.stack(keys).astype(np.uint32)
-
-
-def draw(
-    logits: Float[Array, "B V"], sampling: SamplingArrays, positions: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """Return the next token of each sequence.
-
-    A draw depends only on the sequence's key and position, so streaming and batching do not change it.
-
-    Args:
-      logits: logits of each sequence.
-      sampling: sampling parameters of each sequence.
-      positions: tokens of each sequence before the new one.
-    """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    is_greedy = sampling.temperature == 0
-    # The largest logit becomes 0 before the division, so that no temperature makes it infinite.
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    scaled = shifted / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
-    # The largest of the scaled logits is 0.
-    likely = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
-    restricted = restrict(likely, sampling.top_k, sampling.top_p)
-    keys = jax.vmap(jax.random.fold_in)(sampling.keys, positions)
-    drawn = jax.vmap(jax.random.categorical)(keys, restricted)
-    return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
-
-
-def restrict(
-    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Float[Array, "B V"]:
-    """Set logits to -inf outside the top-k and top-p sets of each sequence; ties at the threshold stay."""
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
-    mass = jnp.cumsum(jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1), axis=-1)
-    before = jnp.pad(mass, ((0, 0), (1, 0)))[:, :-1]
-    count = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
-    threshold = jnp.take_along_axis(ordered, jnp.maximum(count, 1) - 1, axis=-1)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)

@@ -4,7 +4,7 @@ Programs have a variant with a `Shaping` and one without. Requests without such 
 they share a step with a request that has some. Then their logits stay exactly the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,24 +15,9 @@ from tokenizers import Tokenizer
 from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.masks import unpack_mask
+from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import TextModel
-
-
-class Penalties(NamedTuple):
-    """Penalties of B sequences.
-
-    Attributes:
-      is_shaped: whether biases apply, [B] bool; other sequences may still have those of an earlier one.
-      presence: subtracted from logits of generated tokens, [B] float32.
-      frequency: subtracted for each time that a token was generated, [B] float32.
-      repetition: divisor or factor of logits of tokens in the prompt or the answer, [B] float32.
-    """
-
-    is_shaped: Array
-    presence: Array
-    frequency: Array
-    repetition: Array
 
 
 class Shaping(NamedTuple):
@@ -60,13 +45,13 @@ class Shaping(NamedTuple):
         biases = [token_biases(model, sampling) for sampling in samplings]
         return cls(jnp.asarray(np.stack(counts)), jnp.asarray(np.stack(biases)))
 
-    def apply(self, logits: Float[Array, "B V"], penalties: Penalties) -> Float[Array, "B V"]:
+    def apply(self, logits: Float[Array, "B V"], rows: PackedParameters) -> Float[Array, "B V"]:
         """Return changed logits. Those of sequences without options stay exactly the same."""
         generated = self.counts >> 1
-        x = logits + jnp.where(penalties.is_shaped[:, None], self.bias, 0)
-        repetition = jnp.where(self.counts > 0, penalties.repetition[:, None], 1)
+        x = logits + jnp.where(rows.is_shaped[:, None], self.bias, 0)
+        repetition = jnp.where(self.counts > 0, rows.repetition[:, None], 1)
         x = jnp.where(x > 0, x / repetition, x * repetition)
-        x = x - penalties.frequency[:, None] * generated - penalties.presence[:, None] * (generated > 0)
+        x = x - rows.frequency[:, None] * generated - rows.presence[:, None] * (generated > 0)
         return x if self.mask is None else jnp.where(unpack_mask(self.mask, x.shape[-1]), x, -jnp.inf)
 
     def counted(self, tokens: Int[Array, " B"], active: Bool[Array, " B"]) -> Int[Array, "B V"]:
@@ -107,12 +92,8 @@ def token_biases(model: TextModel, sampling: Sampling) -> np.ndarray:
     """
     vocab = model.config.vocab_size
     biases, bias = dict(sampling.logit_bias), np.zeros(vocab, np.float32)
-    for name, ids in (
-        ("logit_bias", tuple(biases)),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-    ):
-        if (bad := next((token for token in ids if not 0 <= token < vocab), None)) is not None:
-            raise PromptError(f"{name}: token id {bad} lies outside the vocabulary 0…{vocab - 1}")
+    check_in_vocabulary("logit_bias", biases, model)
+    check_in_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), model)
     bias[list(biases)] = list(biases.values())
     if sampling.allowed_token_ids is not None:
         forbidden = np.ones(vocab, bool)
@@ -125,6 +106,13 @@ def token_biases(model: TextModel, sampling: Sampling) -> np.ndarray:
                 f"bad_words={list(sampling.bad_words)!r:.80} leave no token of allowed_token_ids; remove some"
             )
     return bias
+
+
+def check_in_vocabulary(what: str, tokens: Iterable[int], model: TextModel) -> None:
+    """Raise a `PromptError` that starts with `what` if a token id lies outside a model's vocabulary."""
+    vocab = model.config.vocab_size
+    if (bad := next((token for token in tokens if not 0 <= token < vocab), None)) is not None:
+        raise PromptError(f"{what}: token id {bad} lies outside the vocabulary 0…{vocab - 1}")
 
 
 def bad_word_ids(model: TextModel, sampling: Sampling) -> list[tuple[int, ...]]:

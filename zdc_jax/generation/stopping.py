@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from zdc_jax.generation.detokenise import Detokeniser
+from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.results import Completion, Delta, FinishReason
 
 
@@ -51,10 +52,12 @@ class OutputSequence:
       stop: strings that end the sequence.
       before: tokens that the text continues; none for a text of its own.
       min_tokens: fewest tokens before a stop token or stop string may end the sequence.
+      guide: masks of the next tokens; None if they do not depend on the answer.
 
     Attributes:
       index: index of the prompt.
       min_tokens: fewest tokens before a stop token or stop string may end the sequence.
+      guide: masks of the next tokens, or None.
       tokens: generated token ids.
       finish_reason: reason why the sequence ended; None while it continues.
     """
@@ -68,8 +71,9 @@ class OutputSequence:
         *,
         before: Sequence[int],
         min_tokens: int = 0,
+        guide: Guide | None = None,
     ):
-        self.index, self.min_tokens = index, min_tokens
+        self.index, self.min_tokens, self.guide = index, min_tokens, guide
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer, before)
@@ -77,7 +81,7 @@ class OutputSequence:
         self._text = ""
         self._shown = 0
 
-    def append(self, tokens: Sequence[int], *, full: bool, complete: bool = False) -> Delta | None:
+    def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
         """Add new tokens and return what can be shown now, or None for nothing.
 
         Must not be called after the sequence has ended.
@@ -85,8 +89,12 @@ class OutputSequence:
         Args:
           tokens: new token ids; only the last one may be a stop token.
           full: whether the sequence has reached its token limit.
-          complete: whether the answer belongs to its grammar and nothing may follow.
+
+        Raises:
+          PromptError: the guide allowed no token for the newest one.
         """
+        if self.guide is not None:
+            self.guide.accept(tokens)
         before = len(self.tokens)
         stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
         if (end := self._add_until_stop(tokens[:-1] if stopped else tokens)) is not None:
@@ -94,7 +102,7 @@ class OutputSequence:
         elif stopped:
             self.tokens.append(tokens[-1])
             self._end("stop")
-        elif complete:
+        elif self.guide is not None and self.guide.is_complete:
             self._end("stop")
         elif full:
             self._end("length")

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Protocol
 
@@ -48,21 +48,6 @@ class Fleet(Protocol):
         """Return statistics of the live replicas; blocks, so it must not run on the event loop's thread."""
 
 
-@dataclass(frozen=True)
-class RelayedRequest:
-    """Request that a front relays to a fleet (`Ticket`).
-
-    Attributes:
-      task: task that relays its events.
-    """
-
-    task: asyncio.Task[None]
-
-    def cancel(self) -> None:
-        """Cancel the request; must run on the event loop's thread."""
-        self.task.cancel()
-
-
 class Front:
     """Engine that relays requests to a fleet (`Serving`).
 
@@ -76,27 +61,17 @@ class Front:
     """
 
     def __init__(self, model: TextModel, max_model_len: int, fleet: Fleet, max_requests: int):
-        self._model, self._max_model_len = model, max_model_len
+        self.model, self.max_model_len, self.closing = model, max_model_len, False
         self._fleet, self._max_requests = fleet, max_requests
         self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
-        self._closing = False
 
-    @property
-    def model(self) -> TextModel:
-        return self._model
+    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> asyncio.Task[None]:
+        """Forward a request (`Serving.submit`); `notify` is called on the event loop's thread.
 
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
-    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> RelayedRequest:
-        """Forward a request (`Serving.submit`); `notify` is called on the event loop's thread."""
+        The ticket is the task that relays the events. It must be cancelled on the event loop's thread.
+        """
         check_request(self.model, self.max_model_len, request)
-        if self._closing:
+        if self.closing:
             raise Closing("the server is closing and accepts no more requests")
         if len(self._tasks) >= self._max_requests:
             raise Busy(f"the queue is full ({self._max_requests} running or waiting requests); retry later")
@@ -104,7 +79,7 @@ class Front:
         task = loop.create_task(self._relay(request, notify))
         self._tasks[task] = loop
         task.add_done_callback(partial(self._finish, notify))
-        return RelayedRequest(task)
+        return task
 
     def stats(self) -> EngineStats:
         """Return the sums of the live replicas' statistics; cache usage is a mean."""
@@ -114,7 +89,7 @@ class Front:
 
     def close(self, *, drain: bool, timeout: float) -> None:
         """Close the front (`Serving.close`); must not run on the event loop's thread."""
-        self._closing = True
+        self.closing = True
         until = time.monotonic() + timeout * drain
         while self._tasks and time.monotonic() < until:
             time.sleep(0.05)

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import replace
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
 from zdc_jax.server.errors import RequestError
@@ -15,40 +14,35 @@ IndexedEvent = tuple[int, Event]
 """Index of a request and one of its events."""
 
 
-@dataclass(frozen=True)
 class Answers:
     """Engine requests of one client, with their events in one queue.
 
-    Attributes:
-      tickets: handles of the requests.
-      arrived: events that were not read yet.
+    All requests are submitted, or none if one is refused. Needs a running event loop. Raises the errors of
+    `Serving.submit`.
+
+    Args:
+      engine: engine that answers the requests.
+      requests: requests to submit.
+      metrics: metrics of the server.
     """
 
-    tickets: list[Ticket] = field(default_factory=list)
-    arrived: asyncio.Queue[IndexedEvent] = field(default_factory=asyncio.Queue)
-
-    @classmethod
-    def submit(cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics) -> Self:
-        """Submit all requests, or none if one is refused.
-
-        Raises the errors of `Serving.submit`. Needs a running event loop.
-        """
-        answers = cls()
+    def __init__(self, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics):
+        self._tickets: list[Ticket] = []
+        self._arrived: asyncio.Queue[IndexedEvent] = asyncio.Queue()
         name = request_id.get()
         try:
             for index, request in enumerate(requests):
                 if name is not None:
                     request = replace(request, id=name if len(requests) == 1 else f"{name}-{index}")
-                notify = answers._make_callback(index, Stopwatch(metrics, request))
-                answers.tickets.append(engine.submit(request, notify))
+                notify = self._make_callback(index, Stopwatch(metrics, request))
+                self._tickets.append(engine.submit(request, notify))
         except BaseException:
-            answers.cancel()
+            self.cancel()
             raise
-        return answers
 
     def cancel(self) -> None:
         """Cancel the requests that have not ended."""
-        for ticket in self.tickets:
+        for ticket in self._tickets:
             ticket.cancel()
 
     async def events(self) -> AsyncIterator[IndexedEvent]:
@@ -57,9 +51,9 @@ class Answers:
         Raises:
           RequestError: a request failed or was cancelled.
         """
-        left = len(self.tickets)
+        left = len(self._tickets)
         while left:
-            index, event = await self.arrived.get()
+            index, event = await self._arrived.get()
             if event.finish_reason == "error":
                 raise RequestError(event.error or "the engine failed", status=500)
             if event.finish_reason == "cancelled":
@@ -73,7 +67,7 @@ class Answers:
 
         def record(event: Event) -> None:
             watch.record(event)
-            self.arrived.put_nowait((index, event))
+            self._arrived.put_nowait((index, event))
 
         def notify(event: Event) -> None:
             # The loop may be closed already; the engine's thread must not fail then.

@@ -6,16 +6,9 @@ from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
-from starlette.authentication import (
-    AuthCredentials,
-    AuthenticationBackend,
-    AuthenticationError,
-    SimpleUser,
-)
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.requests import HTTPConnection
-from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zdc_jax.errors import PromptError
 from zdc_jax.server.errors import RequestError, make_response
@@ -55,32 +48,29 @@ def make_guard(keys: Collection[str]) -> list[Middleware]:
     """
     if "" in keys:
         raise ValueError("api_keys has an empty key; leave it out")
-    return [Middleware(AuthenticationMiddleware, ApiKeys(keys), _on_unauthorized)] if keys else []
+    return [Middleware(ApiKeys, keys)] if keys else []
 
 
-class ApiKeys(AuthenticationBackend):
-    """Authentication by the header `Authorization: Bearer KEY`.
+class ApiKeys:
+    """Middleware that refuses requests without the header `Authorization: Bearer KEY`.
 
     Args:
+      app: application to wrap.
       keys: keys that clients may send.
     """
 
-    def __init__(self, keys: Collection[str]):
+    def __init__(self, app: ASGIApp, keys: Collection[str]):
+        self._app = app
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
-        """Compare with all keys in constant time; raise `AuthenticationError` if none is equal."""
-        scheme, _, sent_key = conn.headers.get("authorization", "").partition(" ")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, sent_key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Starlette decodes header bytes as Latin-1, whatever their encoding.
         sent = sha256(sent_key.strip().encode("latin-1")).digest()
-        same = [hmac.compare_digest(sent, digest) for digest in self._digests]
+        same = [hmac.compare_digest(sent, digest) for digest in self._digests]  # All, in constant time.
         if scheme.lower() != "bearer" or not any(same):
-            raise AuthenticationError(
-                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
-            )
-        return AuthCredentials(), SimpleUser("")
-
-
-def _on_unauthorized(conn: HTTPConnection, error: AuthenticationError) -> Response:
-    refused = RequestError(str(error), status=401, code="invalid_api_key")
-    return make_response(refused, {"WWW-Authenticate": "Bearer"})
+            message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
+            refused = RequestError(message, status=401, code="invalid_api_key")
+            await make_response(refused, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -35,12 +35,20 @@ from zdc_jax.server.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from zdc_jax.server.replies import Reply, make_reply
-from zdc_jax.server.response_reply import ResponseReply, stream_response
+from zdc_jax.server.replies import ChatReply, CompletionReply, Reply
+from zdc_jax.server.response_reply import ResponseReply
 from zdc_jax.server.responses import ResponseRequest
+
+NewReply = Callable[..., Reply | ResponseReply]
 
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
+GENERATION: dict[str, tuple[type[GenerationRequest | ResponseRequest], NewReply]] = {
+    "/v1/completions": (CompletionRequest, CompletionReply),
+    "/v1/chat/completions": (ChatRequest, ChatReply),
+    "/v1/responses": (ResponseRequest, ResponseReply),
+}
+"""Bodies and replies of the paths that generate text."""
 
 
 def make_app(
@@ -91,9 +99,10 @@ class Api:
         """Return the routes; clients pass `guard` first, except where programs watch the server."""
         return [
             Route("/", show_page),
-            Route("/v1/completions", self.completions, methods=["POST"], middleware=guard),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=guard),
-            Route("/v1/responses", self.responses, methods=["POST"], middleware=guard),
+            *(
+                Route(path, partial(self.answer, body, reply), methods=["POST"], middleware=guard)
+                for path, (body, reply) in GENERATION.items()
+            ),
             Route("/v1/embeddings", self.refuse_embeddings, methods=["POST"], middleware=guard),
             Route("/v1/models", self.models, middleware=guard),
             Route("/v1/models/{model:path}", self.model, middleware=guard),
@@ -106,26 +115,17 @@ class Api:
             Route("/metrics", self.show_metrics),
         ]
 
-    async def completions(self, http: Request) -> Response:
-        """Continue prompts given as text or token ids."""
-        return await self._answer(http, await self._read(CompletionRequest, http))
-
-    async def chat_completions(self, http: Request) -> Response:
-        """Answer the messages of a chat."""
-        return await self._answer(http, await self._read(ChatRequest, http))
-
-    async def responses(self, http: Request) -> Response:
-        """Answer items of text and tool calls."""
-        body = await self._read(ResponseRequest, http)
+    async def answer(
+        self, kind: type[GenerationRequest | ResponseRequest], new_reply: NewReply, http: Request
+    ) -> Response:
+        """Submit a request to the engine, and answer whole or as a stream."""
+        body = await self._read(kind, http)
         self._check_model(body.model)
-        model, length = self.engine.model, self.engine.max_model_len
-        chat = body.to_chat()
-        request = await run_in_threadpool(body.engine_request, chat, model, length)
-        reply = ResponseReply(body.model or self.names[0], model, body, chat, request)
-        answers = Answers.submit(self.engine, [request], self.metrics)
-        if body.stream:
-            return EventStream(answers, stream_response(answers, reply))
-        return await _answer_whole(http, answers, reply)
+        # Templates and tokenizers may take long, and must not block other clients.
+        requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
+        reply = new_reply(body.model or self.names[0], self.engine.model, body, requests)
+        answers = Answers(self.engine, requests, self.metrics)
+        return EventStream(answers, reply) if body.stream else await _answer_whole(http, answers, reply)
 
     async def refuse_embeddings(self, http: Request) -> Response:
         """Refuse by name what clients expect of servers with OpenAI's API."""
@@ -208,18 +208,6 @@ class Api:
             message = f"model={show(name)} is not served here; the only model is {served}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
-    async def _answer(self, http: Request, body: GenerationRequest) -> Response:
-        """Submit a request to the engine, and answer whole or as a stream."""
-        self._check_model(body.model)
-        # Templates and tokenizers may take long, and must not block other clients.
-        requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
-        reply = make_reply(body, body.model or self.names[0], self.engine.model, requests)
-        answers = Answers.submit(self.engine, requests, self.metrics)
-        if body.stream:
-            events = _stream_events(answers, reply, body.stream_options.include_usage)
-            return EventStream(answers, events)
-        return await _answer_whole(http, answers, reply)
-
 
 async def _answer_whole(http: Request, answers: Answers, reply: Reply | ResponseReply) -> Response:
     """Return the complete answer; cancel it if the client disconnects before."""
@@ -247,8 +235,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+    def __init__(self, answers: Answers, reply: Reply | ResponseReply):
+        super().__init__(reply.stream(answers), headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -257,23 +245,3 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send_or_beat)
         finally:
             self._answers.cancel()
-
-
-async def _stream_events(answers: Answers, reply: Reply, include_usage: bool) -> AsyncIterator[bytes]:
-    """Yield server-sent events.
-
-    The status has been sent before, so an error is an event, too, followed by the final `[DONE]`.
-    """
-    try:
-        async for index, event in answers.events():
-            if (chunk := reply.chunk(index, event)) is not None:
-                yield _format_event(to_json(chunk))
-        if include_usage:
-            yield _format_event(to_json(reply.last_chunk()))
-    except RequestError as error:
-        yield _format_event(to_json(error.body))
-    yield _format_event(b"[DONE]")
-
-
-def _format_event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -1,5 +1,6 @@
 """Errors in OpenAI's format: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,12 +62,18 @@ def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) 
 
 
 @contextmanager
-def report_errors_of(param: str) -> Iterator[None]:
-    """Convert `PromptError` and `ChatError` inside the context to a `RequestError` of this request field."""
+def report_errors_of(param: str | None = None, *, prefix: str = "") -> Iterator[None]:
+    """Convert `PromptError` and `ChatError` inside the context to a `RequestError`.
+
+    Args:
+      param: request field that caused the error; default the first word of the message.
+      prefix: text before the message.
+    """
     try:
         yield
     except (PromptError, ChatError) as error:
-        raise RequestError(str(error), param=param) from error
+        message = f"{prefix}{error}"
+        raise RequestError(message, param=param or re.split(r"\W", message)[0]) from error
 
 
 def _get_error_type(status: int) -> str:
@@ -80,12 +87,8 @@ def make_response(error: RequestError, headers: dict[str, str] | None = None) ->
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _on_request_error(request: Request, error: Any) -> JSONResponse:
-    return make_response(error)
-
-
 async def _on_refused(request: Request, error: Any) -> JSONResponse:
-    return make_response(RequestError(str(error)))
+    return make_response(error if isinstance(error, RequestError) else RequestError(str(error)))
 
 
 async def _on_busy(request: Request, error: Any) -> JSONResponse:
@@ -117,7 +120,7 @@ async def _on_bug(request: Request, error: Any) -> JSONResponse:
 
 
 HANDLERS: dict[Any, HTTPExceptionHandler] = {
-    RequestError: _on_request_error,
+    RequestError: _on_refused,
     PromptError: _on_refused,
     ChatError: _on_refused,
     Busy: _on_busy,

@@ -6,125 +6,70 @@ A field that a body declares needs no row. Fields without a row are refused as u
 from typing import Any
 
 OFF = (False,)
+EMPTY_LIST: tuple[Any, ...] = ([],)
+EMPTY_OBJECT: tuple[Any, ...] = ({},)
+EMPTY_TEXT = ("",)
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "audio": (),
+OPENAI: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "reasoning", "web_search_options"), ()),
     "best_of": (1,),
     "function_call": ("none", "auto"),
-    "functions": ([],),
+    "functions": EMPTY_LIST,
     "modalities": (["text"],),
-    "reasoning": (),
-    "suffix": ("",),
+    "suffix": EMPTY_TEXT,
     "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM and SGLang
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "ebnf": (),
-    "include_stop_str_in_output": OFF,
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "no_stop_trim": OFF,
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "regex": (),
-    "return_hidden_states": OFF,
-    "return_token_ids": OFF,
-    "return_tokens_as_token_ids": OFF,
-    "skip_special_tokens": (True,),
-    "stop_regex": (),
-    "thinking": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": OFF,
-    # llama.cpp, Ollama and text-generation-inference
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "format": ("",),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "lora": ([],),
-    "mirostat": (0,),
-    "n_predict": (),
-    "n_probs": (0,),
-    "num_ctx": (),
-    "num_predict": (),
-    "options": ({},),
-    "repeat_last_n": (-1,),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "tfs_z": (1,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "watermark": OFF,
-    "xtc_probability": (0,),
 }
+VLLM_AND_SGLANG: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("chat_template", "custom_logit_processor", "ebnf", "kv_transfer_params"), ()),
+    **dict.fromkeys(("lora_path", "prompt_embeds", "prompt_logprobs", "regex", "stop_regex"), ()),
+    **dict.fromkeys(("thinking", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "return_hidden_states"), OFF),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"), OFF),
+    **dict.fromkeys(("documents", "logits_processors"), EMPTY_LIST),
+    "skip_special_tokens": (True,),
+}
+OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n_predict", "num_ctx", "num_predict", "samplers"), ()),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs", "xtc_probability"), (0,)),
+    **dict.fromkeys(("repeat_penalty", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("repeat_last_n", "top_n_sigma"), (-1,)),
+    **dict.fromkeys(("format", "grammar"), EMPTY_TEXT),
+    **dict.fromkeys(("json_schema", "options"), EMPTY_OBJECT),
+    "lora": EMPTY_LIST,
+    "watermark": OFF,
+}
+"""Fields of llama.cpp, Ollama and text-generation-inference."""
+REFUSED = OPENAI | VLLM_AND_SGLANG | OTHERS
 """Fields that would change the answer, with the values that have no effect; null has none either."""
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = REFUSED | {
-    "add_generation_prompt": (),
-    "chat_template_kwargs": ({},),
+    **dict.fromkeys(("add_generation_prompt", "max_completion_tokens", "reasoning_effort"), ()),
+    "chat_template_kwargs": EMPTY_OBJECT,
     "continue_final_message": OFF,
-    "max_completion_tokens": (),
-    "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tools": EMPTY_LIST,
     "top_logprobs": (0,),
 }
-REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {
-    "echo": OFF,
-}
+REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {"echo": OFF}
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("conversation", "image", "max_tool_calls", "moderation"), ()),
+    **dict.fromkeys(("previous_response_id", "prompt"), ()),
+    **dict.fromkeys(("context_management", "include"), EMPTY_LIST),
     "background": OFF,
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 
-IGNORED = frozenset(
-    {
-        # Accounting, storage and routing
-        "cache_prompt",
-        "id_slot",
-        "keep_alive",
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "return_progress",
-        "rid",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "timings_per_token",
-        "usage",
-        "user",
-        # Details of features whose own fields are refused
-        "dry_allowed_length",
-        "dry_base",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
-        "dynatemp_exponent",
-        "early_stopping",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "length_penalty",
-        "mirostat_eta",
-        "mirostat_tau",
-        "spaces_between_special_tokens",
-        "xtc_threshold",
-    }
-)
+ACCOUNTING = {"metadata", "request_id", "rid", "safety_identifier", "service_tier", "store", "usage", "user"}
+ROUTING = {"cache_prompt", "id_slot", "keep_alive", "prompt_cache_key", "prompt_cache_retention"}
+PROGRESS = {"prediction", "return_progress", "timings_per_token"}
+DETAILS_OF_SAMPLING = {
+    *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
+    *("early_stopping", "length_penalty", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
+}
+DETAILS_OF_TEXT = {"guided_decoding_backend", "guided_whitespace_pattern", "spaces_between_special_tokens"}
+"""Details of features whose own fields are refused."""
+IGNORED = frozenset(ACCOUNTING | ROUTING | PROGRESS | DETAILS_OF_SAMPLING | DETAILS_OF_TEXT)
 """Fields without effect on the answer."""
 IGNORED_IN_COMPLETIONS = IGNORED | {"parallel_tool_calls"}
 IGNORED_IN_RESPONSES = IGNORED | {"access_programs", "background_options", "prompt_cache_options"}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import model_validator
 
@@ -11,27 +11,34 @@ from zdc_jax.server.body import Body, make_refusal
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
 
 
-class TextPart(Body):
-    """Part of a message's text."""
+class Part(Body):
+    """Part of a text; subclasses have a `type`."""
 
-    ignored: ClassVar = IGNORED_IN_MESSAGES
-
-    type: Literal["text"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_types(cls, part: Any) -> Any:
-        require_text(part, ("text",))
+        """Raise an error about the type of an image, before its other fields are refused as unknown."""
+        types = get_args(cls.model_fields["type"].annotation)
+        if isinstance(part, dict) and part.get("type", types[0]) not in types:
+            raise make_refusal(
+                "type", f'is not supported: this model reads text only; send parts of type "{types[0]}"'
+            )
         return part
 
 
-def require_text(part: Any, types: Sequence[str]) -> None:
-    """Raise an error about the type of an image, before its other fields are refused as unknown."""
-    if isinstance(part, dict) and part.get("type", types[0]) not in types:
-        raise make_refusal(
-            "type", f'is not supported: this model reads text only; send parts of type "{types[0]}"'
-        )
+class TextPart(Part):
+    """Part of a message's text."""
+
+    ignored: ClassVar = IGNORED_IN_MESSAGES
+
+    type: Literal["text"]
+
+
+def join_parts(text: str | Sequence[Part] | None) -> str:
+    """Return a text, with one line for each part."""
+    return text if isinstance(text, str) else "\n".join(part.text for part in text or ())
 
 
 class FunctionCall(Body):
@@ -110,13 +117,9 @@ class ChatMessage(Body):
         return self
 
     def to_template(self) -> Message:
-        """Convert to the format of chat templates, with one line for each text part."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text,
-        }
+        """Convert to the format of chat templates."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": join_parts(self.content)}
         if self.role == "tool":
             answered = {"tool_call_id": self.tool_call_id, "name": self.name}
             message |= {field: value for field, value in answered.items() if value is not None}

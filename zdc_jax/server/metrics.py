@@ -5,36 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving
 
 LABEL = "model_name"
-FIRST_TOKEN = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
-BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
-WHOLE_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920)
-"""Bucket bounds of the histograms, in seconds."""
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920)
+"""Bucket bounds in seconds of the time to first token, the time per output token, and other times."""
 OUTCOMES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Names of finish reasons in vLLM's metrics."""
 
@@ -50,6 +30,7 @@ class Metrics:
       registry: registry with all metrics.
       first_token: time to first token (TTFT).
       between_tokens: time per output token (TPOT), one observation per token.
+      old_between_tokens: the same, under the name that older dashboards read.
       mean_between_tokens: mean time per output token of a request.
       whole_request: time from submission to the end of the answer.
       queue: time until a request's prefill starts.
@@ -67,26 +48,21 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, name))
 
-        def make_histogram(quantity: str, bounds: Sequence[float], old_name: str | None = None) -> Histogram:
+        def make_histogram(quantity: str, bounds: Sequence[float]) -> Histogram:
             meaning = quantity.replace("_", " ").replace(" seconds", ", in seconds")
-            histogram = Histogram(
-                f"vllm:{quantity}", meaning, [LABEL], registry=self.registry, buckets=bounds
-            )
-            if old_name is not None:
-                self.registry.register(OldName(histogram, old_name))
-            return histogram.labels(name)
+            full_name = f"vllm:{quantity}"
+            return Histogram(full_name, meaning, [LABEL], registry=self.registry, buckets=bounds).labels(name)
 
         lengths = _list_lengths(engine.max_model_len)
-        self.first_token = make_histogram("time_to_first_token_seconds", FIRST_TOKEN)
-        self.between_tokens = make_histogram(
-            "inter_token_latency_seconds", BETWEEN_TOKENS, "vllm:time_per_output_token_seconds"
-        )
-        self.mean_between_tokens = make_histogram("request_time_per_output_token_seconds", BETWEEN_TOKENS)
-        self.whole_request = make_histogram("e2e_request_latency_seconds", WHOLE_REQUEST)
-        self.queue = make_histogram("request_queue_time_seconds", WHOLE_REQUEST)
-        self.prefill = make_histogram("request_prefill_time_seconds", WHOLE_REQUEST)
-        self.decode = make_histogram("request_decode_time_seconds", WHOLE_REQUEST)
-        self.inference = make_histogram("request_inference_time_seconds", WHOLE_REQUEST)
+        self.first_token = make_histogram("time_to_first_token_seconds", TTFT)
+        self.between_tokens = make_histogram("inter_token_latency_seconds", TPOT)
+        self.old_between_tokens = make_histogram("time_per_output_token_seconds", TPOT)
+        self.mean_between_tokens = make_histogram("request_time_per_output_token_seconds", TPOT)
+        self.whole_request = make_histogram("e2e_request_latency_seconds", WHOLE)
+        self.queue = make_histogram("request_queue_time_seconds", WHOLE)
+        self.prefill = make_histogram("request_prefill_time_seconds", WHOLE)
+        self.decode = make_histogram("request_decode_time_seconds", WHOLE)
+        self.inference = make_histogram("request_inference_time_seconds", WHOLE)
         self.prompt_tokens = make_histogram("request_prompt_tokens", lengths)
         self.generation_tokens = make_histogram("request_generation_tokens", lengths)
         self.most_generation_tokens = make_histogram("request_max_num_generation_tokens", lengths)
@@ -129,7 +105,9 @@ class Stopwatch:
                 self._metrics.first_token.observe(now - self._begun)
             else:
                 for _ in event.tokens:
-                    self._metrics.between_tokens.observe((now - self._newest) / len(event.tokens))
+                    each = (now - self._newest) / len(event.tokens)
+                    self._metrics.between_tokens.observe(each)
+                    self._metrics.old_between_tokens.observe(each)
             self._newest = now
             self._count += len(event.tokens)
         if event.finish_reason is not None:
@@ -154,28 +132,6 @@ class Stopwatch:
         metrics.inference.observe(self._newest - prefill_began)
         if self._count > 1:
             metrics.mean_between_tokens.observe((self._newest - self._first) / (self._count - 1))
-
-
-@dataclass(frozen=True)
-class OldName(Collector):
-    """Collector that repeats a histogram under the name that older dashboards read.
-
-    Attributes:
-      histogram: histogram under its present name.
-      name: old name.
-    """
-
-    histogram: Histogram
-    name: str
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the histogram's family."""
-        for family in self.histogram.collect():
-            old = Metric(self.name, f"Old name of {family.name}", family.type)
-            for sample in family.samples:
-                suffix = sample.name.removeprefix(family.name)
-                old.samples.append(sample._replace(name=self.name + suffix))
-            yield old
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Fields that are not implemented are listed in `fields.py`.
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,11 +17,11 @@ from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_templ
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
-from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.grammar import Grammar, compile_grammar
 from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
-from zdc_jax.generation.shaping import token_biases
+from zdc_jax.generation.shaping import check_in_vocabulary, token_biases
 from zdc_jax.loading import TextModel
 from zdc_jax.server.body import Body, ModelRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
@@ -33,7 +33,7 @@ from zdc_jax.server.fields import (
     REFUSED_IN_COMPLETIONS,
 )
 from zdc_jax.server.messages import ChatMessage
-from zdc_jax.server.structured import StructuredRequest, report_grammar_errors_of
+from zdc_jax.server.structured import StructuredRequest
 from zdc_jax.server.tool_grammar import tool_call_grammar
 from zdc_jax.server.tools import NamedTool, Tool, ToolOutput, require_format
 
@@ -152,6 +152,14 @@ class GenerationRequest(StructuredRequest, ABC):
           ChatError: the model has no chat template, or the template refuses the messages.
         """
 
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of one answer; None if no tools are offered.
+
+        Raises:
+          RequestError: the chat template teaches no supported format of calls.
+        """
+        return None
+
     @property
     def _limit_field(self) -> str:
         """Name of the field that limits the answer's tokens."""
@@ -161,90 +169,80 @@ class GenerationRequest(StructuredRequest, ABC):
         self,
         model: TextModel,
         prompts: Iterable[tuple[Sequence[int], int]],
-        stop_tokens: Sequence[int],
         logprobs: int | None,
+        stop_tokens: Sequence[int] = (),
+        **options: Any,
     ) -> list[EngineRequest]:
         """Return `n` engine requests for each prompt.
 
         Args:
           model: model that serves the requests.
           prompts: token ids of each prompt, and most tokens to generate.
-          stop_tokens: stop tokens in addition to the client's.
           logprobs: number of alternatives of each token, or None.
+          stop_tokens: stop tokens in addition to the client's.
+          **options: further fields of the engine requests.
+
+        Raises:
+          RequestError: the model cannot serve a field. Errors of the engine name its own fields.
         """
-        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        _, grammar = self.choose_grammar(model)
-        with report_errors_of("temperature"):  # The other parameters have been checked.
-            sampling = Sampling(
-                temperature=self.temperature,
-                top_k=None if self.top_k < 1 else self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                logit_bias=self.logit_bias,
-                allowed_token_ids=self.allowed_token_ids,
-                bad_words=self.bad_words,
-                grammar=grammar,
-            )
-            samplings = [replace(sampling, seed=(seed + i) % SEEDS) for i in range(self.n)]
         stop_tokens = () if self.ignore_eos else stop_tokens
-        return [
+        stops = tuple(dict.fromkeys([*stop_tokens, *self.stop_token_ids]))
+        samplings = self._build_samplings(model)
+        requests = [
             EngineRequest(
                 prompt=tuple(prompt),
                 max_tokens=max_tokens,
                 sampling=sampling,
-                stop_tokens=tuple(dict.fromkeys([*stop_tokens, *self.stop_token_ids])),
+                stop_tokens=stops,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
                 ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens,
                 logprobs=logprobs,
                 priority=self.priority,
                 salt=self.cache_salt,
+                **options,
             )
             for prompt, max_tokens in prompts
             for sampling in samplings
         ]
+        self._check_stops(requests[0], model)
+        return requests
 
-    def _check_minimum(self, limit: int) -> None:
-        """Raise `RequestError` if `min_tokens` exceeds the most tokens of an answer."""
+    def _build_samplings(self, model: TextModel) -> list[Sampling]:
+        """Return the sampling parameters of each answer to a prompt, with consecutive seeds."""
+        field, grammar = self.choose_grammar(model)
+        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        names = (each.name for each in fields(Sampling) if each.name in type(self).model_fields)
+        parameters = {name: getattr(self, name) for name in names}
+        parameters |= {"top_k": None if self.top_k < 1 else self.top_k, "grammar": grammar}
+        with report_errors_of():
+            samplings = [Sampling(**parameters | {"seed": (seed + i) % SEEDS}) for i in range(self.n)]
+            token_biases(model, samplings[0])
+        if grammar is not None:
+            with report_errors_of(prefix=f"{field}: "):
+                compile_grammar(model, grammar)  # A new one takes up to a second.
+        return samplings
+
+    def _limit_answer(self, limit: int, prompt: Sequence[int], max_model_len: int, param: str) -> int:
+        """Return the most tokens of an answer, at most `limit` and what the prompt leaves.
+
+        Raises:
+          RequestError: that is less than one token, or less than `min_tokens`.
+        """
         if self.min_tokens > limit:
             message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={limit}"
             raise RequestError(message, param="min_tokens")
-
-    def _find_room(self, prompt: Sequence[int], max_model_len: int, param: str) -> int:
-        """Return the tokens that a prompt leaves for its answer.
-
-        Raises:
-          RequestError: the prompt leaves less than one token, or less than `min_tokens`.
-        """
         room, fewest = max_model_len - len(prompt), max(1, self.min_tokens)
         if room < fewest:
             raise make_length_error(param, len(prompt), fewest, max_model_len)
-        return room
-
-    def _check_shaping(self, model: TextModel, sampling: Sampling) -> None:
-        """Raise `RequestError` if the engine would refuse what changes the logits of a request."""
-        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
-            with report_errors_of(name):
-                token_biases(model, Sampling(**{name: getattr(sampling, name)}))
-        with report_errors_of("bad_words"):
-            token_biases(model, sampling)
-        self.check_grammar(model)
+        return min(limit, room)
 
     def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
-        """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request.
-
-        The engine's own errors would not use the names of the client's fields.
-        """
+        """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request."""
         with report_errors_of("stop"):
             stop_strings(model, self.stop)
-        vocab, param = model.config.vocab_size, "stop_token_ids"
-        if bad := [token for token in self.stop_token_ids if token >= vocab]:
-            raise RequestError(
-                f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
-            )
+        with report_errors_of(param := "stop_token_ids"):
+            check_in_vocabulary(param, self.stop_token_ids, model)
         if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
             message = (
                 f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
@@ -298,17 +296,14 @@ class CompletionRequest(GenerationRequest):
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         limit = COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
-        self._check_minimum(limit)
         with report_errors_of("prompt"):
             special = self.add_special_tokens
             encoded = [token_ids(model, prompt, add_special_tokens=special) for prompt in self.prompts]
         prompts = [ids.tolist() for ids in encoded]
-        limits = [min(limit, self._find_room(prompt, max_model_len, "prompt")) for prompt in prompts]
-        requests = self._build_requests(model, zip(prompts, limits, strict=True), (), self.logprobs)
-        self._check_stops(requests[0], model)
-        self._check_shaping(model, requests[0].sampling)
+        limits = [self._limit_answer(limit, prompt, max_model_len, "prompt") for prompt in prompts]
         scored = self.echo and self.logprobs is not None
-        return [replace(request, prompt_logprobs=scored) for request in requests]
+        pairs = zip(prompts, limits, strict=True)
+        return self._build_requests(model, pairs, self.logprobs, prompt_logprobs=scored)
 
 
 class ChatRequest(GenerationRequest):
@@ -366,14 +361,12 @@ class ChatRequest(GenerationRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        self._check_minimum(limit := self.max_completion_tokens or self.max_tokens or max_model_len)
         prompt = self._encode_messages(model)
-        limit = min(limit, self._find_room(prompt, max_model_len, "messages"))
+        limit = self.max_completion_tokens or self.max_tokens or max_model_len
+        limit = self._limit_answer(limit, prompt, max_model_len, "messages")
         logprobs = self.top_logprobs if self.logprobs else None
-        requests = self._build_requests(model, [(prompt, limit)], chat_stop_tokens(model), logprobs)
-        self._check_stops(requests[0], model)
-        self._check_shaping(model, requests[0].sampling)
-        return [replace(request, new_text=not self.continue_final_message) for request in requests]
+        stop_tokens, new_text = chat_stop_tokens(model), not self.continue_final_message
+        return self._build_requests(model, [(prompt, limit)], logprobs, stop_tokens, new_text=new_text)
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -392,7 +385,7 @@ class ChatRequest(GenerationRequest):
         return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
 
     def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
-        """Return the grammar of calls if the reply must be one, else `read_grammar`; errors are alike."""
+        """Return the grammar of calls if the reply must be one, else the grammar of a field."""
         field, grammar = super().choose_grammar(model)
         if not self._must_call:
             return field, grammar
@@ -402,16 +395,11 @@ class ChatRequest(GenerationRequest):
         template, tokenizer = get_template_and_tokenizer(model)
         tools = [tool.to_template() for tool in self._callable_tools]
         parallel = self.parallel_tool_calls and self.tool_choice == "required"
-        with report_grammar_errors_of("tools"):
+        with report_errors_of(prefix="tools: "):
             calls = tool_call_grammar(tools, require_format(template), tokenizer, parallel=parallel)
         return "tools", calls
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
-        """Return a reader for the calls of one answer; None if no tools are offered.
-
-        Raises:
-          RequestError: the chat template teaches no supported format of calls.
-        """
         if not self.offered_tools:
             return None
         template, tokenizer = get_template_and_tokenizer(model)

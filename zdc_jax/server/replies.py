@@ -3,72 +3,89 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from pydantic_core import to_json
+
+from zdc_jax.conversation.tools.parser import CallDelta, ToolDelta
 from zdc_jax.engine.request import EndReason, EngineRequest, Event
 from zdc_jax.generation.detokenise import Detokeniser
 from zdc_jax.loading import TextModel
-from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from zdc_jax.server.answers import Answers
+from zdc_jax.server.errors import RequestError
+from zdc_jax.server.protocol import CompletionRequest, GenerationRequest
 from zdc_jax.server.spelling import SpelledToken, Speller
-from zdc_jax.server.tools import format_call_delta, format_calls
+from zdc_jax.server.tools import ToolOutput, format_call_delta, format_calls
 
 MIN_LOGPROB = -9999.0
 """Smallest log-probability sent, as in vLLM: JSON has no infinity."""
 
 
-@dataclass
-class Answer:
+@dataclass(kw_only=True)
+class AnswerPart:
+    """Part of an answer.
+
+    Attributes:
+      text: text of the part.
+      calls: parts of tool calls.
+      logprobs: its tokens with log-probabilities, if requested.
+      finish_reason: reason why the answer ended; None while it continues.
+      first: whether nothing of the answer was shown before.
+    """
+
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    logprobs: list[SpelledToken] = field(default_factory=list)
+    finish_reason: EndReason | None = None
+    first: bool = True
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.text or self.calls or self.logprobs or self.finish_reason)
+
+
+@dataclass(kw_only=True)
+class Answer(AnswerPart):
     """Answer to one engine request so far.
 
     Attributes:
       speller: speller of its tokens.
-      text: text of the answer.
+      tools: reader of its tool calls; None without tools.
       tokens: number of generated tokens.
-      logprobs: tokens of the prompt and the answer with log-probabilities, if requested.
-      finish_reason: reason why the answer ended; None while it continues.
       cached_tokens: prompt tokens reused from earlier requests.
-      shown: characters of the text that were streamed.
-      begun: whether a chunk was streamed.
+      shown: characters of the text in earlier parts.
     """
 
     speller: Speller
-    text: str = ""
+    tools: ToolOutput | None = None
     tokens: int = 0
-    logprobs: list[SpelledToken] = field(default_factory=list)
-    finish_reason: EndReason | None = None
     cached_tokens: int = 0
     shown: int = 0
-    begun: bool = False
 
-    def add(self, event: Event) -> list[SpelledToken]:
-        """Add an event and return its tokens with log-probabilities."""
+    def add(self, event: Event) -> AnswerPart:
+        """Add an event and return what is new."""
         spelled = self.speller.spell_prompt(event.prompt_logprobs)
         spelled += self.speller.spell_answer(event.logprobs)
-        self.text += event.text or ""
-        self.tokens += len(event.tokens)
+        new = ToolDelta(event.text or "") if self.tools is None else self.tools.read(event)
+        self.text += new.content
+        self.calls += new.calls
         self.logprobs += spelled
+        self.tokens += len(event.tokens)
         self.finish_reason = event.finish_reason
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-        return spelled
-
-
-@dataclass(frozen=True)
-class AnswerDelta:
-    """Part of an answer, or all of it.
-
-    Attributes:
-      text: text of the part.
-      logprobs: its tokens with log-probabilities, if requested.
-      finish_reason: reason why the answer ended; None while it continues.
-      first: whether the part starts the answer.
-    """
-
-    text: str
-    logprobs: Sequence[SpelledToken]
-    finish_reason: EndReason | None
-    first: bool = True
+        part = AnswerPart(
+            text=self.text[self.shown :],
+            calls=list(new.calls),
+            logprobs=spelled,
+            finish_reason=event.finish_reason,
+            first=self.first,
+        )
+        self.shown = len(self.text)
+        self.first = self.first and not part.has_content
+        return part
 
 
 class Reply(ABC):
@@ -86,47 +103,42 @@ class Reply(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self,
-        name: str,
-        model: TextModel,
-        body: GenerationRequest,
-        requests: Sequence[EngineRequest],
+        self, name: str, model: TextModel, body: GenerationRequest, requests: Sequence[EngineRequest]
     ):
-        self._name, self._tokenizer, self._body, self._requests = name, model.tokenizer, body, requests
+        self._name, self._body, self._requests = name, body, requests
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._answers = [Answer(Speller(model.tokenizer, request)) for request in requests]
+        self._answers = [
+            Answer(speller=Speller(model.tokenizer, request), tools=body.make_tool_output(model))
+            for request in requests
+        ]
 
-    def add(self, index: int, event: Event) -> None:
-        """Add an event of one of the engine requests."""
-        self._answers[index].add(self._adapt(event))
+    def add(self, index: int, event: Event) -> AnswerPart:
+        """Add an event of one of the engine requests, and return what is new."""
+        return self._answers[index].add(event)
 
     def whole(self) -> dict[str, Any]:
         """Return the body of the complete response."""
-        choices = [
-            self._format_choice(index, AnswerDelta(answer.text, answer.logprobs, answer.finish_reason))
-            for index, answer in enumerate(self._answers)
-        ]
-        return self._format_header(self.whole_kind) | {"choices": choices, "usage": self.usage()}
+        choices = [self._format_choice(index, answer) for index, answer in enumerate(self._answers)]
+        return self._format_header(self.whole_kind) | {"choices": choices, "usage": self._count_tokens()}
 
-    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Add an event, and return its streamed chunk, or None if it has nothing to show."""
-        answer, event = self._answers[index], self._adapt(event)
-        logprobs = answer.add(event)
-        text = answer.text[answer.shown :]
-        if not (text or logprobs or event.finish_reason):
-            return None
-        delta = AnswerDelta(text, logprobs, event.finish_reason, not answer.begun)
-        answer.shown = len(answer.text)
-        if (choice := self._format_chunk_choice(index, delta)) is None:
-            return None
-        answer.begun = True
-        return self._format_header(self.chunk_kind) | {"choices": [choice]}
+    async def stream(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Yield server-sent events.
 
-    def last_chunk(self) -> dict[str, Any]:
-        """Return the last streamed chunk, with token counts."""
-        return self._format_header(self.chunk_kind) | {"choices": [], "usage": self.usage()}
+        The status has been sent before, so an error is an event, too, followed by the final `[DONE]`.
+        """
+        header = self._format_header(self.chunk_kind)
+        try:
+            async for index, event in answers.events():
+                part = self.add(index, event)
+                if part.has_content:
+                    yield format_event(header | {"choices": [self._format_chunk_choice(index, part)]})
+            if self._body.stream_options.include_usage:
+                yield format_event(header | {"choices": [], "usage": self._count_tokens()})
+        except RequestError as error:
+            yield format_event(error.body)
+        yield b"data: [DONE]\n\n"
 
-    def usage(self) -> dict[str, Any]:
+    def _count_tokens(self) -> dict[str, Any]:
         """Count tokens so far; a prompt counts once, however many answers it has."""
         prompts = slice(None, None, self._body.n)
         prompt_tokens = sum(len(request.prompt) for request in self._requests[prompts])
@@ -139,20 +151,16 @@ class Reply(ABC):
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _adapt(self, event: Event) -> Event:
-        """Return the event as the client should see it."""
-        return event
-
     def _format_header(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
 
     @abstractmethod
-    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+    def _format_choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """Format a complete answer."""
 
     @abstractmethod
-    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Format a part of an answer; None if it has nothing to show."""
+    def _format_chunk_choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        """Format a part of an answer."""
 
 
 class CompletionReply(Reply):
@@ -160,39 +168,38 @@ class CompletionReply(Reply):
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def echo(self, body: CompletionRequest) -> None:
-        """Start each answer with its prompt."""
-        for index, answer in enumerate(self._answers):
-            prompt = body.prompts[index // body.n]
-            answer.text = prompt if isinstance(prompt, str) else self._decode(prompt)
-            answer.speller = Speller(self._tokenizer, self._requests[index], answer.text)
+    def __init__(
+        self, name: str, model: TextModel, body: CompletionRequest, requests: Sequence[EngineRequest]
+    ):
+        super().__init__(name, model, body, requests)
+        self._echoes_only = body.echoes_only
+        for index, answer in enumerate(self._answers if body.echo else ()):
+            answer.text = _write_prompt(model, body.prompts[index // body.n])
+            answer.speller = Speller(model.tokenizer, requests[index], answer.text)
 
-    def _adapt(self, event: Event) -> Event:
-        """Drop the generated token of a request for the prompt alone."""
-        if not (isinstance(self._body, CompletionRequest) and self._body.echoes_only):
-            return event
-        return replace(event, tokens=(), text="", logprobs=(), finish_reason=event.finish_reason and "length")
+    def add(self, index: int, event: Event) -> AnswerPart:
+        """Add an event; drop the generated token of a request for the prompt alone."""
+        if self._echoes_only:
+            reason = event.finish_reason and "length"
+            event = replace(event, tokens=(), text="", logprobs=(), finish_reason=reason)
+        return super().add(index, event)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a prompt, without a last character that the answer may finish."""
-        return "" if self._tokenizer is None else Detokeniser(self._tokenizer).feed(tokens)
-
-    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+    def _format_choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         return {
             "index": index,
-            "text": delta.text,
-            "logprobs": self._format_logprobs(delta) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "text": part.text,
+            "logprobs": self._format_logprobs(part) if part.logprobs else None,
+            "finish_reason": part.finish_reason,
         }
 
     _format_chunk_choice = _format_choice
 
-    def _format_logprobs(self, delta: AnswerDelta) -> dict[str, Any]:
+    def _format_logprobs(self, part: AnswerPart) -> dict[str, Any]:
         return {
-            "tokens": [_show_apart(each.data) for each in delta.logprobs],
-            "token_logprobs": [each.logprob and _make_finite(each.logprob) for each in delta.logprobs],
-            "top_logprobs": [self._format_top(each) for each in delta.logprobs],
-            "text_offset": [each.offset for each in delta.logprobs],
+            "tokens": [_show_apart(each.data) for each in part.logprobs],
+            "token_logprobs": [each.logprob and _make_finite(each.logprob) for each in part.logprobs],
+            "top_logprobs": [self._format_top(each) for each in part.logprobs],
+            "text_offset": [each.offset for each in part.logprobs],
         }
 
     def _format_top(self, token: SpelledToken) -> dict[str, float] | None:
@@ -212,43 +219,29 @@ class ChatReply(Reply):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, name: str, model: TextModel, body: ChatRequest, requests: Sequence[EngineRequest]):
-        super().__init__(name, model, body, requests)
-        outputs = [body.make_tool_output(model) for _ in requests]
-        self._outputs = [output for output in outputs if output is not None]
+    def _format_choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if part.calls:
+            message |= {"content": part.text or None, "tool_calls": format_calls(part.calls)}
+        return self._wrap_message(index, part, "message", message)
 
-    def _adapt(self, event: Event) -> Event:
-        return replace(event, text=self._outputs[0].marks.insert(event)) if self._outputs else event
-
-    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
-        if self._outputs:
-            output = self._outputs[index].read(delta.text, final=True)
-            message["content"] = output.content
-            if output.calls:
-                message |= {"content": output.content or None, "tool_calls": format_calls(output.calls)}
-        return self._wrap_message(index, delta, "message", message)
-
-    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
-        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
-        if not self._outputs:
-            return self._wrap_message(index, delta, "delta", message | {"content": delta.text})
-        output = self._outputs[index].read(delta.text, final=delta.finish_reason is not None)
-        if not (output.content or output.calls or delta.logprobs or delta.finish_reason):
-            return None
-        if output.content or delta.first:
-            message["content"] = output.content or None
-        if output.calls:
-            message["tool_calls"] = [format_call_delta(call) for call in output.calls]
-        return self._wrap_message(index, delta, "delta", message)
+    def _format_chunk_choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant"} if part.first else {}
+        if self._answers[index].tools is None:
+            message["content"] = part.text
+        elif part.text or part.first:
+            message["content"] = part.text or None
+        if part.calls:
+            message["tool_calls"] = [format_call_delta(call) for call in part.calls]
+        return self._wrap_message(index, part, "delta", message)
 
     def _wrap_message(
-        self, index: int, delta: AnswerDelta, key: str, message: dict[str, Any]
+        self, index: int, part: AnswerPart, key: str, message: dict[str, Any]
     ) -> dict[str, Any]:
-        reason: str | None = delta.finish_reason
-        if reason == "stop" and self._outputs and self._outputs[index].called:
+        reason: str | None = part.finish_reason
+        if reason == "stop" and self._answers[index].calls:
             reason = "tool_calls"
-        content = [self._format_logprobs(each) for each in delta.logprobs]
+        content = [self._format_logprobs(each) for each in part.logprobs]
         logprobs = {"content": content} if content else None
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -276,13 +269,14 @@ def _make_finite(logprob: float) -> float:
     return max(MIN_LOGPROB, logprob)
 
 
-def make_reply(
-    body: GenerationRequest, name: str, model: TextModel, requests: Sequence[EngineRequest]
-) -> Reply:
-    """Return the builder of the response to a body; arguments are those of `Reply`."""
-    if isinstance(body, ChatRequest):
-        return ChatReply(name, model, body, requests)
-    reply = CompletionReply(name, model, body, requests)
-    if isinstance(body, CompletionRequest) and body.echo:
-        reply.echo(body)
-    return reply
+def _write_prompt(model: TextModel, prompt: str | list[int]) -> str:
+    """Return the text of a prompt, without a last character that the answer may finish."""
+    if isinstance(prompt, str):
+        return prompt
+    return "" if model.tokenizer is None else Detokeniser(model.tokenizer).feed(prompt)
+
+
+def format_event(content: Any, name: str = "") -> bytes:
+    """Format a server-sent event with JSON content, and with a name if there is one."""
+    start = b"event: " + name.encode() + b"\n" if name else b""
+    return start + b"data: " + to_json(content) + b"\n\n"

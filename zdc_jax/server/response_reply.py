@@ -2,20 +2,16 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
-from zdc_jax.conversation.tools.parser import ToolDelta
 from zdc_jax.engine.request import EngineRequest, Event
 from zdc_jax.loading import TextModel
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.protocol import ChatRequest
-from zdc_jax.server.replies import Answer
+from zdc_jax.server.replies import Answer, AnswerPart, format_event
 from zdc_jax.server.responses import ResponseRequest
 from zdc_jax.server.spelling import Speller
 from zdc_jax.server.tools import make_call_id
@@ -70,48 +66,49 @@ class ResponseReply:
       name: name of the model in the API.
       model: model that answers.
       body: body of the client's request.
-      chat: the body as a chat.
-      request: engine request.
+      requests: its only engine request.
     """
 
-    def __init__(
-        self, name: str, model: TextModel, body: ResponseRequest, chat: ChatRequest, request: EngineRequest
-    ):
-        self._name, self._body, self._request = name, body, request
+    def __init__(self, name: str, model: TextModel, body: ResponseRequest, requests: Sequence[EngineRequest]):
+        (self._request,) = requests
+        self._name, self._body = name, body
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
-        self._answer = Answer(Speller(model.tokenizer, request))
+        self._answer = Answer(
+            speller=Speller(model.tokenizer, self._request), tools=body.make_tool_output(model)
+        )
         self._items, self._events = list[OutputItem](), 0
-        self._output = chat.make_tool_output(model)
 
-    def start(self) -> list[StreamEvent]:
-        """Return the events before the first token."""
-        kinds = ("response.created", "response.in_progress")
-        return [self._make_event(kind, response=self.whole()) for kind in kinds]
+    async def stream(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Yield server-sent events, each with its type as the name."""
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield _name_event(self._make_event(kind, response=self.whole()))
+            async for index, event in answers.events():
+                for each in self.add(index, event):
+                    yield _name_event(each)
+        except RequestError as error:
+            yield _name_event(
+                self._make_event("error", code=error.code, message=str(error), param=error.param)
+            )
 
     def add(self, index: int, event: Event) -> list[StreamEvent]:
         """Add an event of the engine request, whose index is 0, and return the events for the client."""
-        self._answer.add(event)
-        final = event.finish_reason is not None
-        if self._output is None:
-            delta = ToolDelta(event.text or "")
-        else:
-            delta = self._output.read(self._output.marks.insert(event), final=final)
-        events = []
-        if delta.content:
-            events += self._open(None) + self._extend(delta.content)
-        for call in delta.calls:
-            events += [] if call.name is None else self._open(call.name)
-            events += self._extend(call.arguments) if call.arguments else []
-        if final:
-            complete = event.finish_reason == "stop"
-            events += self._close("completed" if complete else "incomplete")
-            kind = "response.completed" if complete else "response.incomplete"
-            events.append(self._make_event(kind, response=self.whole()))
-        return events
+        return list(self._grow(self._answer.add(event)))
 
-    def fail(self, error: RequestError) -> StreamEvent:
-        """Return the event of an error, after which the stream ends."""
-        return self._make_event("error", code=error.code, message=str(error), param=error.param)
+    def _grow(self, part: AnswerPart) -> Iterator[StreamEvent]:
+        """Add a part of the answer to the items."""
+        if part.text:
+            yield from self._open(None)
+            yield self._extend(part.text)
+        for call in part.calls:
+            if call.name is not None:
+                yield from self._open(call.name)
+            if call.arguments:
+                yield self._extend(call.arguments)
+        if part.finish_reason is not None:
+            status = "completed" if part.finish_reason == "stop" else "incomplete"
+            yield from self._close(status)
+            yield self._make_event(f"response.{status}", response=self.whole())
 
     def whole(self) -> dict[str, Any]:
         """Return the response so far."""
@@ -152,49 +149,40 @@ class ResponseReply:
             "total_tokens": prompt + answer.tokens,
         }
 
-    def _open(self, name: str | None) -> list[StreamEvent]:
+    def _open(self, name: str | None) -> Iterator[StreamEvent]:
         """Begin a message or a call, unless the last item is a message that goes on."""
-        last = self._items[-1] if self._items else None
-        if last is not None and last.name is None and name is None:
-            return []
-        events = self._close("completed")
+        if name is None and self._items and self._items[-1].name is None:
+            return
+        yield from self._close("completed")
         prefix, call_id = ("msg", "") if name is None else ("fc", make_call_id())
         item = OutputItem(f"{prefix}_{secrets.token_hex(12)}", len(self._items), name, call_id)
         self._items.append(item)
-        events.append(
-            self._make_event("response.output_item.added", output_index=item.index, item=item.format())
-        )
+        yield self._make_event("response.output_item.added", output_index=item.index, item=item.format())
         if name is None:
-            events.append(
-                self._make_item_event("response.content_part.added", content_index=0, part=item.part)
-            )
-        return events
+            yield self._make_item_event("response.content_part.added", content_index=0, part=item.part)
 
-    def _extend(self, text: str) -> list[StreamEvent]:
+    def _extend(self, text: str) -> StreamEvent:
         """Add text to the last item."""
         item = self._items[-1]
         item.text += text
         if item.name is not None:
-            return [self._make_item_event("response.function_call_arguments.delta", delta=text)]
-        return [self._make_item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+            return self._make_item_event("response.function_call_arguments.delta", delta=text)
+        return self._make_item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
-    def _close(self, status: str) -> list[StreamEvent]:
+    def _close(self, status: str) -> Iterator[StreamEvent]:
         """End the last item, if there is one."""
         if not self._items:
-            return []
+            return
         item = self._items[-1]
         item.status = status
         if item.name is None:
             kind = "response.output_text.done"
-            events = [
-                self._make_item_event(kind, content_index=0, text=item.text, logprobs=[]),
-                self._make_item_event("response.content_part.done", content_index=0, part=item.part),
-            ]
+            yield self._make_item_event(kind, content_index=0, text=item.text, logprobs=[])
+            yield self._make_item_event("response.content_part.done", content_index=0, part=item.part)
         else:
             kind = "response.function_call_arguments.done"
-            events = [self._make_item_event(kind, name=item.name, arguments=item.text)]
-        done = self._make_event("response.output_item.done", output_index=item.index, item=item.format())
-        return [*events, done]
+            yield self._make_item_event(kind, name=item.name, arguments=item.text)
+        yield self._make_event("response.output_item.done", output_index=item.index, item=item.format())
 
     def _make_item_event(self, kind: str, **fields: Any) -> StreamEvent:
         item = self._items[-1]
@@ -206,17 +194,5 @@ class ResponseReply:
         return event
 
 
-async def stream_response(answers: Answers, reply: ResponseReply) -> AsyncIterator[bytes]:
-    """Yield server-sent events, each with its type as the name."""
-    for first in reply.start():
-        yield _format_event(first)
-    try:
-        async for index, event in answers.events():
-            for each in reply.add(index, event):
-                yield _format_event(each)
-    except RequestError as error:
-        yield _format_event(reply.fail(error))
-
-
-def _format_event(event: StreamEvent) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+def _name_event(event: StreamEvent) -> bytes:
+    return format_event(event, event["type"])

@@ -1,5 +1,6 @@
 """Body of /v1/responses, which is answered as a chat. Responses are not stored."""
 
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -8,15 +9,11 @@ from zdc_jax.engine.request import EngineRequest
 from zdc_jax.loading import TextModel
 from zdc_jax.server.body import Body, make_refusal
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.fields import (
-    IGNORED_IN_MESSAGES,
-    IGNORED_IN_RESPONSES,
-    REFUSED_IN_RESPONSES,
-)
-from zdc_jax.server.messages import require_text
+from zdc_jax.server.fields import IGNORED_IN_MESSAGES, IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES
+from zdc_jax.server.messages import Part, join_parts
 from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
 from zdc_jax.server.structured import JsonSchema
-from zdc_jax.server.tools import FunctionDefinition
+from zdc_jax.server.tools import FunctionDefinition, ToolOutput
 
 CHAT_FIELDS = {
     "messages": "input",
@@ -27,26 +24,15 @@ CHAT_FIELDS = {
 """Names in this API of fields of a chat."""
 
 
-class ResponsePart(Body):
+class ResponsePart(Part):
     """Part of an item's text."""
 
     ignored: ClassVar = IGNORED_IN_MESSAGES | {"logprobs"}
 
     type: Literal["input_text", "output_text", "text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, part: Any) -> Any:
-        require_text(part, ("input_text", "output_text", "text"))
-        return part
 
 
 Text = str | list[ResponsePart]
-
-
-def _join(text: Text) -> str:
-    return text if isinstance(text, str) else "\n".join(part.text for part in text)
 
 
 class InputItem(Body):
@@ -89,10 +75,10 @@ class InputItem(Body):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Add the item to the messages of a chat; calls belong to the assistant's message before them."""
         if self.type == "message":
-            messages.append({"role": self.role, "content": _join(self.content or "")})
+            messages.append({"role": self.role, "content": join_parts(self.content)})
         elif self.type == "function_call_output":
             messages.append(
-                {"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output or "")}
+                {"role": "tool", "tool_call_id": self.call_id, "content": join_parts(self.output)}
             )
         else:
             if not messages or messages[-1]["role"] != "assistant":
@@ -192,8 +178,9 @@ class ResponseRequest(ModelRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def to_chat(self) -> ChatRequest:
-        """Convert to the body of a chat; raise `RequestError` for fields that contradict each other."""
+    @cached_property
+    def chat(self) -> ChatRequest:
+        """The body as a chat; raises `RequestError` for fields that contradict each other."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
         for item in items:
@@ -219,11 +206,14 @@ class ResponseRequest(ModelRequest):
             }
         )
 
-    def engine_request(self, chat: ChatRequest, model: TextModel, max_model_len: int) -> EngineRequest:
+    def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Return the engine request of the chat; errors have the names of this API."""
         try:
-            (request,) = chat.engine_requests(model, max_model_len)
+            return self.chat.engine_requests(model, max_model_len)
         except RequestError as error:
             error.param = CHAT_FIELDS.get(error.param or "", error.param)
             raise
-        return request
+
+    def make_tool_output(self, model: TextModel) -> ToolOutput | None:
+        """Return a reader for the calls of the chat's answer."""
+        return self.chat.make_tool_output(model)

@@ -1,27 +1,17 @@
 """Fields that bind an answer to a grammar: OpenAI's `response_format`, and vLLM's structured outputs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field
 
-from zdc_jax.errors import PromptError
-from zdc_jax.generation.grammar import Grammar, compile_grammar
+from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import TextModel
 from zdc_jax.server.body import Body, ModelRequest
-from zdc_jax.server.errors import RequestError
+from zdc_jax.server.errors import RequestError, report_errors_of
 
 Schema = dict[str, Any] | str
-
-
-@contextmanager
-def report_grammar_errors_of(field: str) -> Iterator[None]:
-    """Convert a `PromptError` inside the context to a `RequestError` whose message starts with this field."""
-    try:
-        yield
-    except PromptError as error:
-        raise RequestError(f"{field}: {error}", param=field) from error
+ANY_OBJECT = {"type": "object"}
 
 
 class JsonSchema(Body):
@@ -89,8 +79,10 @@ class StructuredRequest(ModelRequest):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def read_grammar(self) -> tuple[str, Grammar | None]:
+    def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
         """Return the name of the field that binds the answer, and its grammar; '' and None if it is free.
+
+        Subclasses may imply another grammar for a model.
 
         Raises:
           RequestError: several fields bind the answer, or the value is none.
@@ -103,19 +95,8 @@ class StructuredRequest(ModelRequest):
             other = sources[1][0]
             message = f"{field} and {other}: only one grammar is allowed; leave one out"
             raise RequestError(message, param=other)
-        with report_grammar_errors_of(field):
+        with report_errors_of(prefix=f"{field}: "):
             return field, new(value)
-
-    def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
-        """Return `read_grammar`, or another grammar that the body implies for this model."""
-        return self.read_grammar()
-
-    def check_grammar(self, model: TextModel) -> None:
-        """Raise `RequestError` unless the model can answer in the grammar; this takes up to a second."""
-        field, grammar = self.choose_grammar(model)
-        if grammar is not None:
-            with report_grammar_errors_of(field):
-                compile_grammar(model, grammar)
 
     def _list_sources(self) -> list[tuple[str, Callable[[Any], Grammar], Any]]:
         """Return the name of each field that binds the answer, its kind of grammar, and its source."""
@@ -131,13 +112,14 @@ class StructuredRequest(ModelRequest):
                 ("structured_outputs", Grammar.regex, outputs.regex),
                 ("structured_outputs", Grammar.choice, outputs.choice),
                 ("structured_outputs", Grammar.text, outputs.grammar),
-                ("structured_outputs", Grammar.json, {"type": "object"} if outputs.json_object else None),
+                ("structured_outputs", Grammar.json, ANY_OBJECT if outputs.json_object else None),
             ]
         if (answer := self.response_format) is not None and answer.type != "text":
-            described = None if answer.json_schema is None else answer.json_schema.json_schema
-            if answer.type == "json_schema" and answer.json_schema is None:
-                message = "response_format.json_schema is missing; type='json_schema' needs it"
-                raise RequestError(message, param="response_format")
-            is_any = answer.type == "json_object" or described is None
-            sources.append(("response_format", Grammar.json, {"type": "object"} if is_any else described))
+            schema: Schema | None = None
+            if answer.type == "json_schema":
+                if answer.json_schema is None:
+                    message = "response_format.json_schema is missing; type='json_schema' needs it"
+                    raise RequestError(message, param="response_format")
+                schema = answer.json_schema.json_schema
+            sources.append(("response_format", Grammar.json, ANY_OBJECT if schema is None else schema))
         return [source for source in sources if source[2] is not None]

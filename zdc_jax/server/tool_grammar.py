@@ -7,7 +7,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from zdc_jax.conversation.tools.parser import ToolFormat
-from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.grammar_process import JSON
 
@@ -21,20 +20,11 @@ def tool_call_schema(tools: Sequence[Mapping[str, Any]], key: str) -> dict[str, 
       tools: tools in OpenAI's format, `{"type": "function", "function": {"name", "parameters"}}`. Tools
         without parameters get no arguments.
       key: key of the arguments.
-
-    Raises:
-      PromptError: there are no tools, or one of them is malformed.
     """
-    if not tools:
-        raise PromptError("tools=[] must have at least one tool to call")
     calls, definitions = [], {}
     for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise PromptError(f"tools.{index}.function={function!r:.80} must be an object with a name")
+        function = tool["function"]
         parameters = function.get("parameters") or NO_ARGUMENTS
-        if not isinstance(parameters, Mapping):
-            raise PromptError(f"tools.{index}.function.parameters={parameters!r:.80} must be a JSON schema")
         place = f"#/$defs/{index}"
         definitions[str(index)] = _move_references(parameters, place)
         calls.append(
@@ -58,9 +48,6 @@ def tool_call_grammar(
       format: format of the calls.
       tokenizer: tokenizer of the model, which may have tokens for the format's marks.
       parallel: allow several calls.
-
-    Raises:
-      PromptError: there are no tools, or one of them is malformed.
     """
     schema = json.dumps(tool_call_schema(tools, format.arguments) | {"x-guidance": JSON})
     added = tokenizer.get_added_tokens_decoder()

@@ -12,6 +12,7 @@ from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.conversation.tools.formats import FORMATS, find_format
 from zdc_jax.conversation.tools.parser import CallDelta, ToolDelta, ToolFormat, ToolParser
 from zdc_jax.engine.request import Event
+from zdc_jax.generation.request import list_special_tokens
 from zdc_jax.server.body import Body
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
@@ -80,25 +81,32 @@ def require_format(template: ChatTemplate) -> ToolFormat:
     return found
 
 
-class Marks:
-    """Marks of tool calls that are special tokens, which the text of an answer leaves out.
+class ToolOutput:
+    """Reader of the content and calls of one answer.
 
     Args:
       format: format of the calls.
       tokenizer: tokenizer of the model.
+      tools: tools that the model may call.
+      parallel: report all calls, not only the first.
     """
 
-    def __init__(self, format: ToolFormat, tokenizer: Tokenizer):
-        special = {
-            each.content: token
-            for token, each in tokenizer.get_added_tokens_decoder().items()
-            if each.special
-        }
-        self._tokenizer = tokenizer
+    def __init__(self, format: ToolFormat, tokenizer: Tokenizer, tools: Collection[Tool], *, parallel: bool):
+        special = list_special_tokens(tokenizer)
+        self._tokenizer, self._parallel = tokenizer, parallel
         self._marks = {special[mark]: mark for mark in format.marks if mark in special}
+        self._parser = ToolParser(format, {tool.function.name for tool in tools})
 
-    def insert(self, event: Event) -> str:
-        """Return the text of an event with its marks."""
+    def read(self, event: Event) -> ToolDelta:
+        """Return the content and the calls that an event completes."""
+        deltas = [self._parser.feed(self._insert_marks(event))]
+        if event.finish_reason is not None:
+            deltas.append(self._parser.finish())
+        calls = [call for delta in deltas for call in delta.calls if self._parallel or call.index == 0]
+        return ToolDelta("".join(delta.content for delta in deltas), tuple(calls))
+
+    def _insert_marks(self, event: Event) -> str:
+        """Return the text of an event with those marks of calls that are special tokens."""
         text = event.text or ""
         length = len(text)
         for index in reversed(range(len(event.tokens))):
@@ -109,54 +117,24 @@ class Marks:
         return text
 
 
-class ToolOutput:
-    """Content and calls of one answer.
-
-    Args:
-      format: format of the calls.
-      tokenizer: tokenizer of the model.
-      tools: tools that the model may call.
-      parallel: report all calls, not only the first.
-
-    Attributes:
-      marks: marks to insert into the text of the answer.
-      called: whether there was a call.
-    """
-
-    def __init__(self, format: ToolFormat, tokenizer: Tokenizer, tools: Collection[Tool], *, parallel: bool):
-        self.marks, self.called = Marks(format, tokenizer), False
-        self._parser = ToolParser(format, {tool.function.name for tool in tools})
-        self._parallel = parallel
-
-    def read(self, text: str, *, final: bool) -> ToolDelta:
-        """Return the content and the calls that new text completes; `final` ends the answer."""
-        deltas = [self._parser.feed(text), *([self._parser.finish()] if final else [])]
-        calls = [call for delta in deltas for call in delta.calls if self._parallel or call.index == 0]
-        self.called = self.called or bool(calls)
-        return ToolDelta("".join(delta.content for delta in deltas), tuple(calls))
-
-
 def format_call_delta(call: CallDelta) -> dict[str, Any]:
     """Format a part of a call for a streamed chunk; the first part has an id and the name."""
     function: dict[str, Any] = {"arguments": call.arguments}
     if call.name is None:
         return {"index": call.index, "function": function}
-    return {
-        "index": call.index,
-        "id": make_call_id(),
-        "type": "function",
-        "function": {"name": call.name} | function,
-    }
+    named = {"name": call.name} | function
+    return {"index": call.index, "id": make_call_id(), "type": "function", "function": named}
 
 
 def format_calls(calls: Collection[CallDelta]) -> list[dict[str, Any]]:
     """Format all parts of calls as whole calls."""
     whole: list[dict[str, Any]] = []
     for call in calls:
-        if call.name is not None:
-            function = {"name": call.name, "arguments": ""}
-            whole.append({"id": make_call_id(), "type": "function", "function": function})
-        whole[call.index]["function"]["arguments"] += call.arguments
+        part = format_call_delta(call)
+        if part.pop("index") == len(whole):
+            whole.append(part)
+        else:
+            whole[call.index]["function"]["arguments"] += call.arguments
     return whole
 
 
