@@ -26,7 +26,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import Predictions, bootstrap_interval, compare_predictions, predict
-from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
+from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import choose_dtype, load, stored_basis
@@ -76,14 +76,12 @@ class Measurement:
     Attributes:
       nll: negative log-likelihood of each window, nats per token, [W].
       logs: mean log-probability of right tokens, per task and document, of questions that count.
-      scores: share of right tokens that the model finds most likely, per task, of questions that count.
       kl: mean KL divergence from the unmodified model, in nats.
       marks: questions of each document that count, per task; of the unmodified model only.
     """
 
     nll: Float[np.ndarray, " W"]
     logs: dict[str, list[float]]
-    scores: dict[str, float]
     kl: float = 0.0
     marks: dict[str, list[list[bool]]] = field(default_factory=dict)
 
@@ -289,7 +287,7 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
-                measurement = Measurement(nll, entry["logs"], entry["scores"], entry["kl"], entry["marks"])
+                measurement = Measurement(nll, entry["logs"], entry["kl"], entry["marks"])
                 # The name comes from a parsed plan, because older releases wrote plans in another form.
                 name = _serialize_plan(
                     None if plan is None else CompressionPlan.from_json(plan, self.journal)
@@ -321,7 +319,6 @@ def summarize(
     return Measurement(
         nll=predictions.nll.mean(1, dtype=np.float64),
         logs={task: log_probability(documents).tolist() for task, documents in counted.items()},
-        scores={task: score(documents) for task, documents in counted.items()},
         kl=kl,
     )
 
