@@ -332,18 +332,13 @@ def _parse_plan(name: str) -> CompressionPlan:
     return CompressionPlan.from_json(json.loads(name), "journal")
 
 
-def undominated(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points (bytes, increase) that no other beats in both, by rising bytes."""
-    front: list[int] = []
-    for index in sorted(range(len(points)), key=lambda i: points[i]):
-        if not front or points[index][1] < points[front[-1]][1]:
-            front.append(index)
-    return front
-
-
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that no other beats in both bytes and increase, by falling bytes."""
-    return [trials[i] for i in undominated([(t.bytes_share, t.increase) for t in trials])][::-1]
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: (trial.bytes_share, trial.increase)):
+        if not front or trial.increase < front[-1].increase:
+            front.append(trial)
+    return front[::-1]
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:
