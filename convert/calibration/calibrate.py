@@ -302,7 +302,7 @@ def collect_moments(
     starts = range(0, len(windows), batch)
     for start in track(starts, "moments", shown=progress):
         weight = np.arange(batch) < len(windows) - start
-        padded = np.stack(pad_batch(windows[start:], batch))
+        padded = np.stack(pad_batch(list(windows[start : start + batch]), batch))
         tokens, weight = (jax.device_put(x, sharded) for x in (padded, weight))
         sums = add_moments(network, sums, keys, tokens, weight)
         jax.block_until_ready(sums)  # Progress shows finished work, not dispatched work.

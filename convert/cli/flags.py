@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,7 +61,7 @@ def show_default(words: str) -> Any:
 
 def build_from_flags[T](options: Callable[..., T], flags: Any, **others: Any) -> T:
     """Create a dataclass of options from the flags of the same names, and from other values."""
-    names = {each.name for each in fields(options)} & {each.name for each in fields(flags)} - others.keys()
+    names = signature(options).parameters.keys() & {each.name for each in fields(flags)} - others.keys()
     return options(**{name: getattr(flags, name) for name in names}, **others)
 
 

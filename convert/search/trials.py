@@ -159,7 +159,8 @@ class TrialBook:
     @property
     def trials(self) -> list[Trial]:
         """All plans measured so far, in order."""
-        return [self.measure(_parse_plan(name)) for name in self.measurements if name != "null"]
+        values = (json.loads(name) for name in self.measurements if name != "null")
+        return [self.measure(CompressionPlan.from_json(value, "journal")) for value in values]
 
     def measure(self, plan: CompressionPlan) -> Trial:
         """Measure a plan, or return its results from the journal."""
@@ -326,10 +327,6 @@ def summarize(
 def _serialize_plan(plan: CompressionPlan | None) -> str:
     """Return a plan as JSON without its model, which serves as its key."""
     return json.dumps(None if plan is None else plan.for_model("").to_json())
-
-
-def _parse_plan(name: str) -> CompressionPlan:
-    return CompressionPlan.from_json(json.loads(name), "journal")
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:

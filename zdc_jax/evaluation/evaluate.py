@@ -197,7 +197,8 @@ def _make_material(
         return windows
 
     alignment = ALIGNMENT if set(tasks) == {PERPLEXITY} else _compute_alignment(plan, config)
-    poses = task_modules.chosen((task for task in tasks if _is_posed(task)), context)
+    posed = (task for task in tasks if task.partition("@")[0] in task_modules.names())
+    poses = task_modules.chosen(posed, context)
     task_documents: list[TaskDocument] = []
     if poses or AGREEMENT in tasks:
         task_documents = make_task_documents(
@@ -217,11 +218,6 @@ def _make_material(
         else None,
         ruler=_make_ruler_tasks(tokenizer, documents, tasks, context, max_documents, split, seed),
     )
-
-
-def _is_posed(task: str) -> bool:
-    """Return whether a name is that of a task from `zdc_jax.evaluation.tasks`."""
-    return task.partition("@")[0] in task_modules.names()
 
 
 def reads_text(task: str) -> bool:

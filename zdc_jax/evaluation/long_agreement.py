@@ -69,7 +69,7 @@ def write_texts(
       CacheMemoryError: the caches do not fit into memory.
     """
     texts: list[np.ndarray] = []
-    for padded, count in padded_batches(prompts, batch):
+    for padded, count in padded_batches(list(prompts), batch):
         hidden, cache = read_contexts(network, np.stack(padded), room=tokens, protocol=protocol)
         texts += [*generate_greedy(network, hidden, cache, tokens)[0][:count]]
         watch(len(texts))

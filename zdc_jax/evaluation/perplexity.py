@@ -1,8 +1,7 @@
 """Predictions of a plan compared with those of the unmodified model: perplexity and KL divergence."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +75,6 @@ class PerplexityReport:
     kl: float
     top1: float
     far: FarRetention | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 @jax.jit
@@ -160,7 +155,7 @@ def _read_batches(
     network: Transformer, windows: Int[np.ndarray, "W T"], batch: int
 ) -> Iterator[tuple[Array, Array, int]]:
     """Yield the hidden states and tokens of each batch, and how many of its windows are not padding."""
-    for padded, count in padded_batches(windows, batch):
+    for padded, count in padded_batches(list(windows), batch):
         tokens = jnp.asarray(np.stack(padded))
         yield network.hidden(tokens), tokens, count
 
