@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from benchmarks.demo_checkpoint.export import export_tensors
 from benchmarks.demo_checkpoint.judge import Windows, measure_perplexity, measure_retrieval
 from benchmarks.demo_checkpoint.mixing import Encode, cache_encoding, mix
 from benchmarks.demo_checkpoint.step import choose_rate, make_step
 from convert.conversion import open_source
 from convert.demo_checkpoint import PATH
-from convert.hf.export import export_hf
+from convert.hf.weights import SINGLE
 from zdc_jax.config import ModelConfig
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_params
@@ -128,7 +130,12 @@ def main(options: Options) -> None:
     network, steps = train(config, options, windows, encode)
     embeddings = read_params(network.embeddings, embedding_shapes(config))
     layers = [read_params(layer, layer_shapes(config, i)) for i, layer in enumerate(network.layers)]
-    export_hf({"embeddings": embeddings, "layers": layers}, config, options.output)
+    options.output.mkdir(parents=True, exist_ok=True)
+    changes = {"num_hidden_layers": options.layers, "max_position_embeddings": options.context}
+    settings = json.loads((PATH / "config.json").read_text()) | changes
+    (options.output / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tensors = export_tensors({"embeddings": embeddings, "layers": layers}, config)
+    save_file(tensors, options.output / SINGLE, metadata={"format": "pt"})
     tokenizer.save(str(options.output / "tokenizer.json"))
     heldout = read_windows(options, tokenizer, "heldout", HELDOUT_WINDOWS)
     trained = Transformer(config, network.plan, embeddings, layers)

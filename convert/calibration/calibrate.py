@@ -26,6 +26,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
+from zdc_jax.evaluation.batches import pad_batch
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import read_documents, token_windows
@@ -300,9 +301,8 @@ def collect_moments(
     keys = jax.device_put(list_mean_keys(network.config, shift, windows.shape[1]), replicated)
     starts = range(0, len(windows), batch)
     for start in track(starts, "moments", shown=progress):
-        part = windows[start : start + batch]
-        weight = np.arange(batch) < len(part)
-        padded = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])
+        weight = np.arange(batch) < len(windows) - start
+        padded = np.stack(pad_batch(list(windows[start : start + batch]), batch))
         tokens, weight = (jax.device_put(x, sharded) for x in (padded, weight))
         sums = add_moments(network, sums, keys, tokens, weight)
         jax.block_until_ready(sums)  # Progress shows finished work, not dispatched work.

@@ -297,12 +297,10 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
             raise CalibrationError(f"{name}={kind!r}: must be one of {kinds}")
     if moments.num_tokens <= 0:
         raise CalibrationError(f"the moments cover num_tokens={moments.num_tokens}; calibrate on some text")
-    for quantity in QUANTITIES:
-        for name in (quantity, f"{quantity}_sum"):
-            _check_finite(f"moments of {name}", getattr(moments, name))
-    for name in ("k_before", "k_rest", "v_scored"):
-        if getattr(moments, name) is not None:
-            _check_finite(f"moments of {name}", getattr(moments, name))
+    required = [name for quantity in QUANTITIES for name in (quantity, f"{quantity}_sum")]
+    for name in (*required, "k_before", "k_rest", "v_scored"):
+        if (values := getattr(moments, name)) is not None:
+            _check_finite(f"moments of {name}", values)
     L, K, H = moments.k.shape[:3]
     if len(output_weights) != L:
         raise CalibrationError(f"{len(output_weights)} output weights, but moments of {L} layers")

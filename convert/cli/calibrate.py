@@ -13,10 +13,7 @@ from tyro.conf import Positional
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.cli.basis_report import report_basis
-from convert.cli.flags import (
-    DtypeFlag,
-    ModelFolder,
-)
+from convert.cli.flags import DtypeFlag, ModelFolder
 from convert.default_text import write_default_text
 from zdc_jax.errors import TextError
 

@@ -12,9 +12,7 @@ from tyro.conf import Positional
 
 from convert.calibration.calibrate import calibrate
 from convert.cli.basis_report import report_basis
-from convert.cli.flags import (
-    show_default,
-)
+from convert.cli.flags import show_default
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.config import Dtype
 from zdc_jax.loading import load

@@ -5,8 +5,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ from convert.search.search import (
 from convert.search.trials import Trial, TrialBook
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import Dtype
+from zdc_jax.config import Dtype, ModelConfig
 from zdc_jax.errors import EvaluationError, PlanError, PromptError, TextError, foreign_errors_as
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, split_seed
@@ -56,6 +57,12 @@ WINDOW_TOKENS = 4096
 def show_default(words: str) -> Any:
     """Describe in the help a default that depends on the model or on other flags."""
     return tyro.conf.arg(help_behavior_hint=f"(default: {words})")
+
+
+def build_from_flags[T](options: Callable[..., T], flags: Any, **others: Any) -> T:
+    """Create a dataclass of options from the flags of the same names, and from other values."""
+    names = signature(options).parameters.keys() & {each.name for each in fields(flags)} - others.keys()
+    return options(**{name: getattr(flags, name) for name in names}, **others)
 
 
 def show_repeated(name: str, hint: str = "required") -> Any:
@@ -162,9 +169,7 @@ class PlanFlags:
         self, checkpoint: Checkpoint, method: str, settings: MethodSettings
     ) -> CompressionPlan:
         """Return a plan of a method on all coordinates: the model's own, or calibrated ones if needed."""
-        H = checkpoint.config.head_dim
-        plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, window=self.window, sinks=self.sinks)
-        plan = plan.for_model(checkpoint.fingerprint)
+        plan = self._make_uniform(checkpoint.config).for_model(checkpoint.fingerprint)
         calibrated = (checkpoint.calibration_path / "basis").exists()
         if not (settings.prefers_basis and calibrated):
             with contextlib.suppress(PlanError):
@@ -188,36 +193,24 @@ class PlanFlags:
 
     def _build_from_ranks(self, path: Path) -> CompressionPlan | None:
         is_uniform = self.qk is not None or self.v is not None
-        sources = [
-            is_uniform,
-            self.budget is not None,
-            self.max_score_error is not None,
-        ]
-        if sum(sources) > 1:
+        if is_uniform + (self.budget is not None) + (self.max_score_error is not None) > 1:
             raise PlanError("give only one of --qk/--v, --budget, --max-score-error")
         checkpoint = Checkpoint.open(path)
+        near = {"window": self.window, "sinks": self.sinks}
         if self.max_score_error is not None:
-            return plan_from_error(
-                stored_basis(checkpoint),
-                max_score_error=self.max_score_error,
-                window=self.window,
-                sinks=self.sinks,
-            ).within(checkpoint.config)
-        if self.budget is not None:
-            basis = stored_basis(checkpoint)
-            plan = plan_from_spectrum(basis, budget=self.budget, window=self.window, sinks=self.sinks)
+            plan = plan_from_error(stored_basis(checkpoint), max_score_error=self.max_score_error, **near)
             return plan.within(checkpoint.config)
-        if not is_uniform and not self.window and not self.sinks:
+        if self.budget is not None:
+            plan = plan_from_spectrum(stored_basis(checkpoint), budget=self.budget, **near)
+            return plan.within(checkpoint.config)
+        if not (is_uniform or self.window or self.sinks):
             return None
-        H = checkpoint.config.head_dim
-        plan = CompressionPlan.uniform(
-            checkpoint.config,
-            qk=H if self.qk is None else self.qk,
-            v=H if self.v is None else self.v,
-            window=self.window,
-            sinks=self.sinks,
-        )
-        return _bind_to_basis(plan, checkpoint)
+        return _bind_to_basis(self._make_uniform(checkpoint.config), checkpoint)
+
+    def _make_uniform(self, config: ModelConfig) -> CompressionPlan:
+        """Return the plan with the same ranks in all layers; all coordinates by default."""
+        qk, v = (config.head_dim if rank is None else rank for rank in (self.qk, self.v))
+        return CompressionPlan.uniform(config, qk=qk, v=v, window=self.window, sinks=self.sinks)
 
 
 def _bind_to_basis(plan: CompressionPlan, checkpoint: Checkpoint) -> CompressionPlan:
@@ -260,17 +253,7 @@ class SamplingFlags:
         Raises:
           PromptError: a value is outside its range, or --json-schema is no file of JSON.
         """
-        return Sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.seed,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            grammar=self._build_grammar(),
-        )
+        return build_from_flags(Sampling, self, grammar=self._build_grammar())
 
     def _build_grammar(self) -> Grammar | None:
         if self.json_schema is not None and self.regex is not None:

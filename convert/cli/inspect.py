@@ -7,9 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from convert.cli.basis_report import report_basis
-from convert.cli.flags import (
-    ModelFolder,
-)
+from convert.cli.flags import ModelFolder
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.loading import stored_basis

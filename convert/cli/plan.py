@@ -9,11 +9,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import (
-    ModelFolder,
-    PlanFlags,
-    SearchFlags,
-)
+from convert.cli.flags import ModelFolder, PlanFlags, SearchFlags
 from convert.cli.output import check_output
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError

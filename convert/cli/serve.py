@@ -9,7 +9,14 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, show_default
+from convert.cli.flags import (
+    DtypeFlag,
+    MaxPositionsFlag,
+    ModelFolder,
+    PlanFlag,
+    build_from_flags,
+    show_default,
+)
 from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
@@ -74,7 +81,8 @@ class Serve:
         from zdc_jax.server.api_keys import collect_keys
 
         self._check()
-        http, keys, config = self.http.build(), collect_keys(self.http.api_key_file), self._config()
+        http, keys = self.http.build(), collect_keys(self.http.api_key_file)
+        config = build_from_flags(EngineConfig, self)
         _log_with_times()
         plan = self.flags.build(self.path)
         names = self.name or (self.path.resolve().name,)
@@ -156,16 +164,6 @@ class Serve:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
             raise PromptError(f"--drain-seconds {self.drain_seconds}: must be a finite number, at least 0")
-
-    def _config(self) -> EngineConfig:
-        return EngineConfig(
-            max_sequences=self.max_sequences,
-            max_model_len=self.max_model_len,
-            cache_tokens=self.cache_tokens,
-            chunk=self.chunk,
-            decode_steps=self.decode_steps,
-            max_waiting=self.max_waiting,
-        )
 
 
 def _log_with_times() -> None:

@@ -11,23 +11,12 @@ SINGLE = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Names of single end tokens: of a text, a turn, a message, and of files in fill-in-the-middle."""
 LISTS = ("eos", "eot", "eom")
 """Names of end tokens that a file may list, as `tokenizer.ggml.eos_token_ids`."""
-NAMES = frozenset(
-    [
-        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"),
-        *(
-            "<end_of_turn>",
-            "<end_of_utterance>",
-            "<EOT>",
-            "_<EOT>",
-            "[EOT]",
-            "[EOS]",
-            "<|return|>",
-            "<|call|>",
-        ),
-        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
-    ]
-)
+NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
+    "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
 """Control tokens that end an answer although many files do not say so.
 
 They are those of llama.cpp's `special_eog_ids`. Normal tokens with such a name are text.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
@@ -27,19 +27,6 @@ VERSIONS = (2, 3)
 MAX_ELEMENTS = 1 << 24
 """Longest string or array in a header, in bytes or elements; large vocabularies have a sixteenth of it."""
 MAX_AXES = 4
-SCALARS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
-}
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """File name of a part of a split model: stem, number and count."""
 
@@ -211,7 +198,7 @@ class _Header:
         if kind is GGUFValueType.ARRAY:
             element_kind = self._parse_kind(self._read_number("<I", key), key)
             return self._read_array(element_kind, self._read_number("<Q", key), key)
-        return self._read_scalars(SCALARS[kind], 1, key)[0]
+        return self._read_scalars(kind, 1, key)[0]
 
     def _parse_kind(self, number: int, key: str) -> GGUFValueType:
         if number not in set(GGUFValueType):
@@ -226,12 +213,12 @@ class _Header:
         if kind is GGUFValueType.STRING:
             self._check_left(8 * length, key)
             return [self._read_string(key) for _ in range(length)]
-        return self._read_scalars(SCALARS[kind], length, key)
+        return self._read_scalars(kind, length, key)
 
-    def _read_scalars(self, form: str, count: int, key: str) -> list[Any]:
-        dtype = np.dtype(form)
+    def _read_scalars(self, kind: GGUFValueType, count: int, key: str) -> list[Any]:
+        dtype = np.dtype(GGUFReader.gguf_scalar_to_np[kind]).newbyteorder("<")
         values = np.frombuffer(self._read_bytes(count * dtype.itemsize, key), dtype)
-        return to_shortest_decimals(values) if form == "<f4" else values.tolist()
+        return to_shortest_decimals(values) if kind is GGUFValueType.FLOAT32 else values.tolist()
 
     def read_tensors(self, count: int, alignment: Any) -> dict[str, Tensor]:
         """Read tensors by name, and check that their data follow each other within the file."""

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face's `config.json` and `ModelConfig`; unsupported settings are errors."""
+"""Parsing of Hugging Face's `config.json` to a `ModelConfig`; unsupported settings are errors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +98,14 @@ def parse_settings(
             f"model, with weights of a dtype in {DTYPES}"
         )
     try:
-        return _parse(family, raw, dtype=dtype, eos_ids=_list_eos_ids(raw, generation or {}))
+        config = get_family(family).parse(
+            raw,
+            family=family,
+            dtype=dtype,
+            bos_id=raw.get("bos_token_id"),
+            eos_ids=_list_eos_ids(raw, generation or {}),
+        )
+        return config.without_idle_windows()
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConversionError):
             raise
@@ -112,34 +119,3 @@ def _list_eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
         value = source.get("eos_token_id")
         ids += [] if value is None else value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(ids))
-
-
-def _parse(family: str, raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    config = get_family(family).parse(raw, family=family, bos_id=raw.get("bos_token_id"), **common)
-    return config.without_idle_windows()
-
-
-def export_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a model; inverse of `parse_config`.
-
-    Raises:
-      ConversionError: Hugging Face's settings for the family cannot describe the model.
-    """
-    family = get_family(config.family)
-    raw = {
-        "bos_token_id": config.bos_id,
-        "dtype": config.dtype,
-        "eos_token_id": list(config.eos_ids),
-        "hidden_size": config.embed_dim,
-        "max_position_embeddings": config.max_positions,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "tie_word_embeddings": config.tie_embeddings,
-        "vocab_size": config.vocab_size,
-        "architectures": [family.architecture],
-        "model_type": config.family,
-    } | family.settings(config)
-    parsed = _parse(config.family, raw, dtype=config.dtype, eos_ids=config.eos_ids).to_json()
-    if lost := {name: value for name, value in config.to_json().items() if parsed[name] != value}:
-        raise ConversionError(f"{config.family} models of Hugging Face have no setting for {lost}")
-    return raw

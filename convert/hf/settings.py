@@ -1,11 +1,11 @@
-"""Parsing and export of the settings in `config.json` that several families share."""
+"""Parsing of the settings in `config.json` that several families share."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from zdc_jax.config import Activation, LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.config import Activation, LayerSpec, RopeConfig
 from zdc_jax.errors import ConversionError
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -16,7 +16,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
-HF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
 def parse_flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -135,32 +134,6 @@ _ROPE_PARSERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[s
     "dynamic": _parse_dynamic,
 }
 
-_HF_ROPE = {
-    "original_max_positions": "original_max_position_embeddings",
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-}
-"""Hugging Face's names of fields that have other names here."""
-_EXPORTED_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
-    "yarn": ("factor", "original_max_positions", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-    "longrope": ("original_max_positions", "attention_factor", "short_factors", "long_factors"),
-    "dynamic": ("factor",),
-}
-
-
-def export_rope(rope: RopeConfig | None) -> dict[str, Any]:
-    """Return the settings `rope_parameters`; inverse of `parse_rope`."""
-    if rope is None:
-        return {}
-    settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": rope.kind}
-    for name in _EXPORTED_FIELDS[rope.kind]:
-        value = getattr(rope, name)
-        settings[_HF_ROPE.get(name, name)] = list(value) if isinstance(value, tuple) else value
-    return settings
-
 
 def add_windows(
     layers: tuple[LayerSpec, ...], raw: Mapping[str, Any], is_sliding: Callable[[int], bool]
@@ -193,12 +166,3 @@ def add_windows(
         replace(layer, window=window) if kind == SLIDING else layer
         for layer, kind in zip(layers, types, strict=True)
     )
-
-
-def export_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings `sliding_window` and `layer_types`; inverse of `add_windows` for equal windows."""
-    windows = [layer.window for layer in config.layers]
-    return {
-        "sliding_window": max((window for window in windows if window is not None), default=None),
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-    }

@@ -61,20 +61,10 @@ class Entry:
         """Whether the checkpoint has a vector, which may have heads apart in our tree, as biases of q do."""
         return len(self.shape) == 1 or self.path[-1].endswith("_bias")
 
-    @property
-    def _is_stored_as_is(self) -> bool:
-        return self._is_vector or self.path[-1] in TABLES
-
     def to_ours(self, source: np.ndarray) -> np.ndarray:
         """Transpose a tensor of the checkpoint and split its heads."""
-        oriented = source if self._is_stored_as_is else source.T
+        oriented = source if self._is_vector or self.path[-1] in TABLES else source.T
         return np.ascontiguousarray(oriented).reshape(self.shape)
-
-    def to_source(self, ours: np.ndarray) -> np.ndarray:
-        """Return a tensor in the checkpoint's layout; inverse of `to_ours`."""
-        if self._is_stored_as_is:
-            return ours.reshape(self.source_shape)
-        return np.ascontiguousarray(ours.reshape(self.source_shape[::-1]).T)
 
 
 def list_entries(config: ModelConfig, layer: int | None) -> list[Entry]:

@@ -256,9 +256,7 @@ class CodedSearch(Search):
         if self.costs is None:
             self.find_last_within(self._list_uniform(window))
             self.costs, self.is_expected_within = self._choose_layer_costs(window)
-        path = self._list_path(self.costs)
-        last = max((i for i, ranks in enumerate(path) if self.is_expected_within(ranks)), default=0)
-        self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
+        self._search_paths(self.costs, self.is_expected_within, [window])
         if self.best is not None:
             self._refine(self.costs)
             self._cut_layers(window)

@@ -256,11 +256,20 @@ class Search:
         # From the middle window outwards, because a good early plan saves the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
         self.costs, is_expected_within = self._choose_layer_costs(near)
-        path = self._list_path(self.costs)
+        self._search_paths(self.costs, is_expected_within, windows)
+        self._refine(self.costs)
+
+    def _search_paths(
+        self,
+        costs: LayerCosts,
+        is_expected_within: Callable[[Sequence[LayerRanks]], bool],
+        windows: Sequence[int],
+    ) -> None:
+        """Find the last plan within the limits on the path of each window, from the last expected one."""
+        path = self._list_path(costs)
         last = max((i for i, ranks in enumerate(path) if is_expected_within(ranks)), default=0)
         for window in windows:
             self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
-        self._refine(self.costs)
 
     def _forecast(self) -> Forecast:
         """Predict the costs of plans from calibration alone."""

@@ -26,7 +26,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import Predictions, bootstrap_interval, compare_predictions, predict
-from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
+from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import choose_dtype, load, stored_basis
@@ -76,14 +76,12 @@ class Measurement:
     Attributes:
       nll: negative log-likelihood of each window, nats per token, [W].
       logs: mean log-probability of right tokens, per task and document, of questions that count.
-      scores: share of right tokens that the model finds most likely, per task, of questions that count.
       kl: mean KL divergence from the unmodified model, in nats.
       marks: questions of each document that count, per task; of the unmodified model only.
     """
 
     nll: Float[np.ndarray, " W"]
     logs: dict[str, list[float]]
-    scores: dict[str, float]
     kl: float = 0.0
     marks: dict[str, list[list[bool]]] = field(default_factory=dict)
 
@@ -161,7 +159,8 @@ class TrialBook:
     @property
     def trials(self) -> list[Trial]:
         """All plans measured so far, in order."""
-        return [self.measure(_parse_plan(name)) for name in self.measurements if name != "null"]
+        values = (json.loads(name) for name in self.measurements if name != "null")
+        return [self.measure(CompressionPlan.from_json(value, "journal")) for value in values]
 
     def measure(self, plan: CompressionPlan) -> Trial:
         """Measure a plan, or return its results from the journal."""
@@ -289,7 +288,7 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
-                measurement = Measurement(nll, entry["logs"], entry["scores"], entry["kl"], entry["marks"])
+                measurement = Measurement(nll, entry["logs"], entry["kl"], entry["marks"])
                 # The name comes from a parsed plan, because older releases wrote plans in another form.
                 name = _serialize_plan(
                     None if plan is None else CompressionPlan.from_json(plan, self.journal)
@@ -321,7 +320,6 @@ def summarize(
     return Measurement(
         nll=predictions.nll.mean(1, dtype=np.float64),
         logs={task: log_probability(documents).tolist() for task, documents in counted.items()},
-        scores={task: score(documents) for task, documents in counted.items()},
         kl=kl,
     )
 
@@ -331,22 +329,13 @@ def _serialize_plan(plan: CompressionPlan | None) -> str:
     return json.dumps(None if plan is None else plan.for_model("").to_json())
 
 
-def _parse_plan(name: str) -> CompressionPlan:
-    return CompressionPlan.from_json(json.loads(name), "journal")
-
-
-def undominated(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points (bytes, increase) that no other beats in both, by rising bytes."""
-    front: list[int] = []
-    for index in sorted(range(len(points)), key=lambda i: points[i]):
-        if not front or points[index][1] < points[front[-1]][1]:
-            front.append(index)
-    return front
-
-
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that no other beats in both bytes and increase, by falling bytes."""
-    return [trials[i] for i in undominated([(t.bytes_share, t.increase) for t in trials])][::-1]
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: (trial.bytes_share, trial.increase)):
+        if not front or trial.increase < front[-1].increase:
+            front.append(trial)
+    return front[::-1]
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:

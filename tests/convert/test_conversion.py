@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import LLAMA
 from hf_variants import VARIANTS, weights, write_sharded, write_tokenizer, write_variant
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.demo_checkpoint.export import export_tensors
 from convert.conversion import convert, verify_against_transformers
-from convert.hf.export import export_hf, export_tensors
 from convert.hf.weights import SINGLE, HFWeights
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.errors import CheckpointError, ConversionError
-from zdc_jax.model.params import random_params
 
 
 def names(folder: Path) -> list[str]:
@@ -49,7 +46,7 @@ def write_model(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.matrix
-def test_every_weight_arrives_and_goes_back(name, tmp_path):
+def test_every_weight_arrives(name, tmp_path):
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     checkpoint.check()
     params, expected = all_params(checkpoint), weights(VARIANTS[name])
@@ -57,47 +54,6 @@ def test_every_weight_arrives_and_goes_back(name, tmp_path):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, strict=True)
-
-    export_hf(params, checkpoint.config, tmp_path / "back")
-    write_tokenizer(tmp_path / "back")
-    again = convert(tmp_path / "back", tmp_path / "again", progress=False)
-    assert again.config == checkpoint.config
-    assert again.fingerprint == checkpoint.fingerprint
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.matrix
-def test_exported_parameters_come_back(dtype, tmp_path):
-    config = replace(LLAMA, dtype=dtype)
-    params = random_params(config, jax.random.key(0))
-    export_hf(params, config, tmp_path / "hf")
-    write_tokenizer(tmp_path / "hf")
-    checkpoint = convert(tmp_path / "hf", tmp_path / "ours", progress=False)
-    assert checkpoint.config == config
-    found = all_params(checkpoint)
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), found, jax.device_get(params))
-
-
-def test_exports_are_written_whole_or_not_at_all(tmp_path, monkeypatch, full_disk):
-    params = random_params(LLAMA, jax.random.key(0))
-    old = {"config.json": b"old", SINGLE: b"weights"}
-    for name, content in old.items():
-        (tmp_path / name).write_bytes(content)
-
-    def write_half(tensors, path, **_):
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("convert.hf.export.save_file", write_half)
-        with pytest.raises(OSError, match="No space left"):
-            export_hf(params, LLAMA, tmp_path)
-    assert (tmp_path / SINGLE).read_bytes() == old[SINGLE]
-    with pytest.raises(OSError, match="No space left"):
-        export_hf(params, LLAMA, tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == old["config.json"]
-    assert set(names(tmp_path)) == old.keys()
 
 
 def test_shards_give_the_same_as_one_file(tmp_path):

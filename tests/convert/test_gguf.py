@@ -24,12 +24,12 @@ from hf_variants import LLAMA, VARIANTS, VOCAB, token_ids, weights, write_varian
 from test_conversion import MIDDLE, all_params, peak_memory
 from test_gguf_damage import refuse
 
+from benchmarks.demo_checkpoint.export import export_tensors
 from convert.cli.main import main
 from convert.conversion import convert, open_source
 from convert.gguf.reader import read_gguf
 from convert.gguf.settings import derive_llama3_rope
 from convert.gguf.tensors import CHUNK, is_supported, read_tensor
-from convert.hf.export import export_tensors
 from zdc_jax import Checkpoint, load
 from zdc_jax.errors import ConversionError
 

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 import convert.conversion
+from benchmarks.demo_checkpoint.export import to_source
 from convert.conversion import convert as convert_folder
 from convert.hf import families
 from convert.hf.config import parse_config
@@ -91,6 +92,8 @@ def test_families_are_complete(name, tmp_path):
     family = families.get_family(name)
     assert all(vars(family).values())
     assert families.list_architectures()[family.architecture] == name
+    with pytest.raises(ConversionError, match=r"family='bloom': unknown; must be one of \(.*'llama', "):
+        families.get_family("bloom")
     variants = [each for each, variant in VARIANTS.items() if variant.config["model_type"] == name]
     layer, embeddings = set[str](), set[str]()
     for variant in variants:
@@ -127,7 +130,7 @@ def test_entries_transpose_and_split_heads(path, ours, theirs):
     source = np.arange(np.prod(theirs), dtype=np.float32).reshape(theirs)
     turned = entry.to_ours(source)
     assert turned.shape == ours
-    np.testing.assert_array_equal(entry.to_source(turned), source)
+    np.testing.assert_array_equal(to_source(entry, turned), source)
     if path == ("attention", "q"):  # Head n has rows 3n … 3n + 2 of the source.
         np.testing.assert_array_equal(turned[:, 1], source[3:6].T)
     if path == ("attention", "o"):

@@ -1,7 +1,6 @@
 """Documents as they are read, and token windows cut from them."""
 
 import gzip
-import json
 import lzma
 from collections import Counter
 from functools import partial
@@ -30,8 +29,8 @@ class Bytes:
         return list(text.encode())
 
 
-def texts(*paths, **options):
-    return [(d.topic, d.text) for d in read_documents(paths, **options)]
+def texts(*paths):
+    return [(d.topic, d.text) for d in read_documents(paths)]
 
 
 def test_plain_text_is_split_at_separator_lines(tmp_path):
@@ -39,18 +38,14 @@ def test_plain_text_is_split_at_separator_lines(tmp_path):
     path.parent.mkdir()
     path.write_bytes(b"\xef\xbb\xbfone\r\nmore <|endoftext|>\r\n<|endoftext|>\r\n\n<|endoftext|>\ntwo")
     assert texts(path) == [("tales", "one\nmore <|endoftext|>"), ("tales", "two")]
-    assert texts(path, separator="two") == [
-        ("tales", "one\nmore <|endoftext|>\n<|endoftext|>\n\n<|endoftext|>")
-    ]
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".xz", lzma.open), (".gz", gzip.open)])
 def test_compressed_files_and_json_lines(tmp_path, suffix, opener):
     path = tmp_path / f"a.jsonl{suffix}"
     with opener(path, "wt", encoding="utf-8") as file:
-        file.write('{"body": "ä", "kind": "x"}\n\n{"body": "b", "kind": "y"}\n')
-    assert texts(path, field="body", topic_field="kind") == [("x", "ä"), ("y", "b")]
-    assert texts(path, field="body") == [(tmp_path.name, "ä"), (tmp_path.name, "b")]
+        file.write('{"text": "ä", "kind": "x"}\n\n{"text": "b"}\n')
+    assert texts(path) == [(tmp_path.name, "ä"), (tmp_path.name, "b")]
 
 
 def test_folders_are_read_in_sorted_order_without_hidden_files_and_metadata(tmp_path):
@@ -84,16 +79,13 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
         texts(tmp_path / name)
 
 
-def test_missing_paths_and_topics_are_named(tmp_path):
+def test_missing_paths_are_named(tmp_path):
     with pytest.raises(TextError, match="nowhere does not exist"):
         texts(tmp_path / "nowhere")
     with pytest.raises(TextError, match="empty list of paths"):
         texts()
     with pytest.raises(TextError, match="no text in"):
         texts(tmp_path)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
-    with pytest.raises(TextError, match="no string field 'topic'"):
-        texts(tmp_path, topic_field="topic")
 
 
 def test_all_windows_are_the_documents_joined_by_eos():

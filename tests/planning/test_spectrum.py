@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from zdc_jax.basis import Basis
 from zdc_jax.errors import PlanError
-from zdc_jax.planning.spectrum import MAX_DISTINCT_RANKS, plan_from_spectrum
+from zdc_jax.planning.spectrum import MAX_DISTINCT_RANKS, QK_SHARE, plan_from_spectrum
 
 
 def spectra(layers: int = 12, heads: int = 3, dim: int = 64, seed: int = 0) -> np.ndarray:
@@ -25,15 +25,14 @@ def basis_of(qk: np.ndarray, vo: np.ndarray) -> Basis:
 
 @given(
     budget=st.floats(0.1, 1.0),
-    qk_share=st.floats(0.25, 0.75),
     window=st.sampled_from([0, 128]),
     seed=st.integers(0, 100),
 )
-def test_the_budget_is_kept_with_few_kernels(budget, qk_share, window, seed):
+def test_the_budget_is_kept_with_few_kernels(budget, window, seed):
     qk, vo = spectra(seed=seed), spectra(seed=seed + 1000)
-    least = 16 / 128 / min(qk_share, 1 - qk_share) + 0.01
+    least = 16 / 128 / QK_SHARE + 0.01
     budget = max(budget, least)
-    plan = plan_from_spectrum(basis_of(qk, vo), budget=budget, qk_share=qk_share, window=window)
+    plan = plan_from_spectrum(basis_of(qk, vo), budget=budget, window=window)
     assert len(set(plan.layers)) <= MAX_DISTINCT_RANKS
     mean = np.mean([(r.qk + r.v) / 128 for r in plan.layers])
     # Merges of rare pairs may change a few layers by one rank level.
@@ -43,23 +42,15 @@ def test_the_budget_is_kept_with_few_kernels(budget, qk_share, window, seed):
 def test_ranks_go_where_the_energy_is():
     qk = np.full((2, 1, 64), 0.01)
     qk[1] = 1.0
-    plan = plan_from_spectrum(basis_of(qk, qk), budget=0.5, qk_share=0.5)
+    plan = plan_from_spectrum(basis_of(qk, qk), budget=0.625)
     assert plan.layers[0].qk < plan.layers[1].qk
     assert sum(r.qk for r in plan.layers) == 64
 
 
-def test_layers_cut_off_keep_nothing_beyond_the_window():
-    far = [True] * 6 + [False] * 6
-    plan = plan_from_spectrum(basis_of(spectra(), spectra()), budget=0.15, qk_share=0.5, window=64, far=far)
-    assert all((r.qk > 0) == is_far == (r.v > 0) for r, is_far in zip(plan.layers, far, strict=True))
-    with pytest.raises(PlanError, match="far has 2 entries, it must have 12"):
-        plan_from_spectrum(basis_of(spectra(), spectra()), budget=0.5, far=[True, False])
-
-
-@pytest.mark.parametrize(("field", "value"), [("budget", 0), ("budget", 1.5), ("qk_share", 1.0)])
-def test_bad_shares_are_named(field, value):
-    with pytest.raises(PlanError, match=field):
-        plan_from_spectrum(basis_of(spectra(), spectra()), **{"budget": 0.5, field: value})
+@pytest.mark.parametrize("budget", [0, 1.5])
+def test_bad_budgets_are_named(budget):
+    with pytest.raises(PlanError, match=f"budget={budget}"):
+        plan_from_spectrum(basis_of(spectra(), spectra()), budget=budget)
 
 
 def test_the_least_possible_budget_is_said():

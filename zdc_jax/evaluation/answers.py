@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, free_bytes
+from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
@@ -117,13 +118,11 @@ def answers_on(
       for each task, the answers of each document.
     """
     by_task: dict[str, list[tuple[Answer, ...]]] = {}
-    for start in range(0, len(documents), batch):
-        part = documents[start : start + batch]
-        padded = [*part, *[part[-1]] * (batch - len(part))]
+    for padded, count in padded_batches(documents, batch):
         contexts = np.stack([document.context for document in padded])
         _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=protocol)
         for name, by_document in answer_questions(network, cache, padded).items():
-            by_task.setdefault(name, []).extend(by_document[: len(part)])
+            by_task.setdefault(name, []).extend(by_document[:count])
     return by_task
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from zdc_jax.evaluation.agreement import (
     continue_contexts,
 )
 from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
+from zdc_jax.evaluation.batches import pad_batch
 from zdc_jax.evaluation.long_agreement import (
     LONG_TOKENS,
     MAX_PROMPTS,
@@ -29,7 +31,7 @@ from zdc_jax.evaluation.long_agreement import (
     compare_texts,
     write_texts,
 )
-from zdc_jax.evaluation.perplexity import PerplexityReport, Predictions, compare, predict
+from zdc_jax.evaluation.perplexity import PerplexityReport, compare, predict
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
 from zdc_jax.evaluation.ruler import ALL as RULER
@@ -195,7 +197,8 @@ def _make_material(
         return windows
 
     alignment = ALIGNMENT if set(tasks) == {PERPLEXITY} else _compute_alignment(plan, config)
-    poses = task_modules.chosen((task for task in tasks if _is_posed(task)), context)
+    posed = (task for task in tasks if task.partition("@")[0] in task_modules.names())
+    poses = task_modules.chosen(posed, context)
     task_documents: list[TaskDocument] = []
     if poses or AGREEMENT in tasks:
         task_documents = make_task_documents(
@@ -215,11 +218,6 @@ def _make_material(
         else None,
         ruler=_make_ruler_tasks(tokenizer, documents, tasks, context, max_documents, split, seed),
     )
-
-
-def _is_posed(task: str) -> bool:
-    """Return whether a name is that of a task from `zdc_jax.evaluation.tasks`."""
-    return task.partition("@")[0] in task_modules.names()
 
 
 def reads_text(task: str) -> bool:
@@ -291,18 +289,17 @@ def evaluate(
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentResult:
+class DocumentResult[T]:
     """Result of one model on one task document.
 
     Attributes:
       answers: answers by task.
-      continuation: continuation of the context, for the unmodified model.
-      divergence: divergence from that continuation, for a plan.
+      continued: continuation of the context for the unmodified model, or the divergence from it for a plan;
+        None if agreement is not measured.
     """
 
     answers: Mapping[str, tuple[Answer, ...]]
-    continuation: Continuation | None = None
-    divergence: Divergence | None = None
+    continued: T | None
 
 
 class Evaluation:
@@ -336,10 +333,9 @@ class Evaluation:
         self.watch = watch
         self.first_check = FIRST_CHECK if first_check is None else first_check
         self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
-        self._dense_results: list[DocumentResult] = []
-        self._dense_predictions: Predictions | None = None
-        self._dense_texts: Int[np.ndarray, "n tokens"] | None = None
-        self._dense_scores: dict[str, np.ndarray] = {}
+        self._dense_results: list[DocumentResult[Continuation]] = []
+        # What the unmodified model predicts, writes and scores, by the name of the measurement.
+        self._dense: dict[str, Any] = {}
 
     def evaluate(self, network: Transformer) -> ContextReport:
         """Evaluate one plan.
@@ -356,12 +352,18 @@ class Evaluation:
             ruler={name: self._compare_scores(network, name) for name in self.material.ruler},
         )
 
+    def _run_dense[T](self, name: str, run: Callable[..., T], *arguments: Any) -> T:
+        """Return `run(dense, *arguments)`, which is called only once for each name."""
+        if name not in self._dense:
+            self._dense[name] = run(self.dense, *arguments)
+        result: T = self._dense[name]
+        return result
+
     def _compare_texts(self, network: Transformer) -> LongAgreement | None:
         if self.material.long_prompts is None:
             return None
-        if self._dense_texts is None:
-            self._dense_texts = self._write_texts(self.dense, self.material.long_prompts)
-        return compare_texts(self._dense_texts, self._write_texts(network, self.material.long_prompts))
+        dense_texts = self._run_dense(LONG_AGREEMENT, self._write_texts, self.material.long_prompts)
+        return compare_texts(dense_texts, self._write_texts(network, self.material.long_prompts))
 
     def _write_texts(self, network: Transformer, prompts: np.ndarray) -> np.ndarray:
         def watch(count: int) -> None:
@@ -372,9 +374,7 @@ class Evaluation:
         )
 
     def _compare_scores(self, network: Transformer, name: str) -> RulerScore:
-        if name not in self._dense_scores:
-            self._dense_scores[name] = self._score(self.dense, name)
-        return compare_scores(self._dense_scores[name], self._score(network, name))
+        return compare_scores(self._run_dense(name, self._score, name), self._score(network, name))
 
     def _score(self, network: Transformer, name: str) -> np.ndarray:
         task = self.material.ruler[name]
@@ -394,12 +394,11 @@ class Evaluation:
         windows = self.material.windows
         if windows is None:
             return None
-        if self._dense_predictions is None:
-            self._dense_predictions = predict(self.dense, windows, batch=self.batch)
-        return compare(network, self._dense_predictions, windows, batch=self.batch)
+        dense_predictions = self._run_dense(PERPLEXITY, partial(predict, batch=self.batch), windows)
+        return compare(network, dense_predictions, windows, batch=self.batch)
 
     def _evaluate_documents(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
-        results, tasks = list[DocumentResult](), dict[str, Retention]()
+        results, tasks = list[DocumentResult[Divergence]](), dict[str, Retention]()
         count = len(self.material.task_documents)
         while len(results) < count:
             next_check = min(max(len(results) + MIN_DOCUMENTS, self.first_check), count)
@@ -416,47 +415,35 @@ class Evaluation:
             }
             if all(each.is_precise for each in tasks.values() if each.counts):
                 break
-        divergences = [each.divergence for each in results if each.divergence is not None]
+        divergences = [each.continued for each in results if each.continued is not None]
         return tasks, Agreement.summarize(divergences) if divergences else None
 
-    def _run_batch(self, network: Transformer, start: int) -> list[DocumentResult]:
+    def _run_batch(self, network: Transformer, start: int) -> list[DocumentResult[Divergence]]:
         """Run a network on the documents from `start` on, and the unmodified model if it has not run yet."""
         if start >= len(self._dense_results):
-            hidden, cache = self._read_contexts(self.dense, start)
-            results = self._answer_questions(self.dense, cache, start)
-            if self.material.agreement:
-                continuations = continue_contexts(self.dense, hidden, cache)
-                results = [
-                    replace(result, continuation=continuation)
-                    for result, continuation in zip(results, continuations, strict=False)
-                ]
-            self._dense_results += results
-        hidden, cache = self._read_contexts(network, start)
-        results = self._answer_questions(network, cache, start)
-        if self.material.agreement:
-            dense_results = self._pad_batch(self._dense_results, start)
-            continuations = [each.continuation for each in dense_results if each.continuation is not None]
-            divergences = compare_continuations(network, self.dense.embeddings, hidden, cache, continuations)
-            results = [
-                replace(result, divergence=divergence)
-                for result, divergence in zip(results, divergences, strict=False)
-            ]
-        return results
+            self._dense_results += self._run_documents(self.dense, start, continue_contexts)
 
-    def _read_contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
-        documents = self._pad_batch(self.material.task_documents, start)
+        def compare_with_dense(network: Transformer, hidden: Array, cache: KVCache) -> list[Divergence]:
+            dense_results = pad_batch(self._dense_results[start:], self.batch)
+            continuations = [each.continued for each in dense_results if each.continued is not None]
+            return compare_continuations(network, self.dense.embeddings, hidden, cache, continuations)
+
+        return self._run_documents(network, start, compare_with_dense)
+
+    def _run_documents[T](
+        self,
+        network: Transformer,
+        start: int,
+        continue_: Callable[[Transformer, Array, KVCache], Sequence[T]],
+    ) -> list[DocumentResult[T]]:
+        """Answer the questions about a batch of documents, and continue their contexts if requested."""
+        left = self.material.task_documents[start:]
+        documents = pad_batch(left, self.batch)
         contexts = np.stack([document.context for document in documents])
-        return read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=self.protocol)
-
-    def _answer_questions(self, network: Transformer, cache: KVCache, start: int) -> list[DocumentResult]:
-        by_task = answer_questions(network, cache, self._pad_batch(self.material.task_documents, start))
-        count = len(self.material.task_documents[start : start + self.batch])
+        hidden, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=self.protocol)
+        by_task = answer_questions(network, cache, documents)
+        continued = continue_(network, hidden, cache) if self.material.agreement else [None] * self.batch
         return [
-            DocumentResult({task: by_document[index] for task, by_document in by_task.items()})
-            for index in range(count)
+            DocumentResult({task: answers[index] for task, answers in by_task.items()}, continued[index])
+            for index in range(min(self.batch, len(left)))
         ]
-
-    def _pad_batch[T](self, items: Sequence[T], start: int) -> list[T]:
-        """Return a batch of items from `start` on. The last item is repeated if too few are left."""
-        part = list(items[start : start + self.batch])
-        return part + part[-1:] * (self.batch - len(part))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError, PromptError
+from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, padded
 from zdc_jax.generation.request import capacity_for, check_chunk, encode, warn_beyond_calibration
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.xla import by_query_blocks
 
 _SMALLEST_COUNT = 8
 """Smallest padded number of scored tokens. Larger ones are padded to powers of two to limit compilation."""
@@ -111,12 +114,9 @@ def _make_sequence(index: int, tokens: np.ndarray, continuation: Sequence[int]) 
 def _score_sequences(
     network: Transformer, sequences: list[_Sequence], batch: int, chunk: int
 ) -> Iterator[tuple[int, TokenScores]]:
-    size = min(batch, len(sequences))
-    for start in range(0, len(sequences), batch):
-        part = sequences[start : start + batch]
-        padded_part = part + part[-1:] * (size - len(part))
-        for sequence, scores in zip(part, _score_batch(network, padded_part, chunk), strict=False):
-            yield sequence.index, scores
+    for part, count in padded_batches(sequences, min(batch, len(sequences) or 1)):
+        scored = zip(part, _score_batch(network, part, chunk), strict=True)
+        yield from ((sequence.index, scores) for sequence, scores in islice(scored, count))
 
 
 def _score_batch(network: Transformer, sequences: list[_Sequence], chunk: int) -> list[TokenScores]:
@@ -153,19 +153,10 @@ def _score_chunk(
     hidden, cache = network.extend(cache, tokens, end)
     hidden = jnp.take_along_axis(hidden, columns[..., None], axis=1)
 
-    def score_block(block: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, targets = block
+    def score_block(hidden: Array, targets: Array) -> tuple[Array, Array]:
         logits = network.embeddings.unembed(hidden)
         target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return target_logits - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == targets
 
-    size = min(_POSITIONS_PER_BLOCK, targets.shape[1])
-
-    def split_blocks(x: Array) -> Array:
-        return jnp.stack(jnp.split(x, x.shape[1] // size, axis=1))
-
-    def join_blocks(x: Array) -> Array:
-        return jnp.concatenate(list(x), axis=1)
-
-    log_probs, is_greedy = jax.lax.map(score_block, (split_blocks(hidden), split_blocks(targets)))
-    return join_blocks(log_probs), join_blocks(is_greedy), cache
+    log_probs, is_greedy = by_query_blocks(score_block, _POSITIONS_PER_BLOCK, hidden, targets)
+    return log_probs, is_greedy, cache

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from zdc_jax.evaluation.answers import Protocol, read_contexts
+from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.evaluation.greedy import generate_greedy
 from zdc_jax.model.transformer import Transformer
 
@@ -67,14 +68,12 @@ def write_texts(
     Raises:
       CacheMemoryError: the caches do not fit into memory.
     """
-    texts = np.empty((len(prompts), tokens), np.int32)
-    for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        filled = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])
-        hidden, cache = read_contexts(network, filled, room=tokens, protocol=protocol)
-        texts[start : start + batch] = generate_greedy(network, hidden, cache, tokens)[0][: len(part)]
-        watch(start + len(part))
-    return texts
+    texts: list[np.ndarray] = []
+    for padded, count in padded_batches(list(prompts), batch):
+        hidden, cache = read_contexts(network, np.stack(padded), room=tokens, protocol=protocol)
+        texts += [*generate_greedy(network, hidden, cache, tokens)[0][:count]]
+        watch(len(texts))
+    return np.stack(texts)
 
 
 def compare_texts(dense: Int[np.ndarray, "n tokens"], plan: Int[np.ndarray, "n tokens"]) -> LongAgreement:

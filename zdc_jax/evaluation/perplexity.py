@@ -1,8 +1,7 @@
 """Predictions of a plan compared with those of the unmodified model: perplexity and KL divergence."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,10 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import NonFiniteError
+from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.xla import by_query_blocks
 from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
@@ -75,10 +76,6 @@ class PerplexityReport:
     top1: float
     far: FarRetention | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
-
 
 @jax.jit
 def next_token_nll(
@@ -92,23 +89,14 @@ def next_token_nll(
       tokens: token ids.
     """
     targets = tokens[:, 1:]
-    length = targets.shape[1]
-    hidden = hidden[:, :length]
-    blocks = -(-length // _POSITIONS_PER_BLOCK)
-    pad = blocks * _POSITIONS_PER_BLOCK - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, pad)))
 
-    def compute_block(start: Array) -> Array:
-        def slice_block(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, 1)
-
-        logits = embeddings.unembed(slice_block(hidden))
-        target_logits = jnp.take_along_axis(logits, slice_block(targets)[..., None], axis=-1)[..., 0]
+    def compute_block(hidden: Array, targets: Array) -> Array:
+        logits = embeddings.unembed(hidden)
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
-    nll = jax.lax.map(compute_block, jnp.arange(blocks) * _POSITIONS_PER_BLOCK)
-    return jnp.concatenate(list(nll), axis=1)[:, :length]
+    nll: Array = by_query_blocks(compute_block, _POSITIONS_PER_BLOCK, hidden[:, : targets.shape[1]], targets)
+    return nll
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +155,9 @@ def _read_batches(
     network: Transformer, windows: Int[np.ndarray, "W T"], batch: int
 ) -> Iterator[tuple[Array, Array, int]]:
     """Yield the hidden states and tokens of each batch, and how many of its windows are not padding."""
-    for start in range(0, len(windows), batch):
-        part = windows[start : start + batch]
-        tokens = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)]))
-        yield network.hidden(tokens), tokens, len(part)
+    for padded, count in padded_batches(list(windows), batch):
+        tokens = jnp.asarray(np.stack(padded))
+        yield network.hidden(tokens), tokens, count
 
 
 def window_nll(

@@ -17,6 +17,8 @@ from zdc_jax.errors import TextError, foreign_errors_as
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, "": open}
 PLAIN_SUFFIXES = (".txt", ".py", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
+SEPARATOR = "<|endoftext|>"
+"""Line that separates documents in plain text."""
 PASSAGE_CHARS_PER_TOKEN = 16
 """Length of the passages that documents are sampled in, in characters per token of a window."""
 
@@ -36,24 +38,17 @@ class Tokenizer(Protocol):
         """Return the token ids, or an object with the attribute `ids`."""
 
 
-def read_documents(
-    paths: Iterable[str | Path],
-    *,
-    field: str = "text",
-    topic_field: str | None = None,
-    separator: str = "<|endoftext|>",
-) -> Iterator[Document]:
+def read_documents(paths: Iterable[str | Path]) -> Iterator[Document]:
     """Yield the documents in files and folders, in order, without blank ones.
+
+    The topic of a document is the name of the folder that contains its file.
 
     Args:
       paths: UTF-8 files or folders. Files `.txt`, `.py`, `.md` and `.rst` contain documents separated by
-        lines equal to `separator`. Files `.jsonl` and `.json` contain one JSON object per line. All of them
+        lines equal to `SEPARATOR`. Files `.jsonl` and `.json` contain one JSON object per line, whose text
+        is the field `text`. All of them
         can also have the suffix `.xz` or `.gz`. Folders are searched recursively in sorted order. Hidden
         files, other types, and `.json` files in folders (mostly metadata) are skipped.
-      field: key of the text in JSON objects.
-      topic_field: key of the topic in JSON objects. By default, and for plain text, the topic is the name of
-        the folder that contains the file.
-      separator: line that separates documents in plain text.
 
     Raises:
       TextError: a path is missing; a file is unsupported, unreadable or not UTF-8; a JSON line is invalid or
@@ -62,7 +57,7 @@ def read_documents(
     roots, is_empty = [Path(path) for path in paths], True
     for path in roots:
         for file in _list_files(path):
-            for document in _read_file(file, field, topic_field, separator):
+            for document in _read_file(file):
                 if document.text.strip():
                     is_empty = False
                     yield document
@@ -91,13 +86,13 @@ def _split_suffixes(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def _read_file(path: Path, field: str, topic_field: str | None, separator: str) -> Iterator[Document]:
+def _read_file(path: Path) -> Iterator[Document]:
     kind = _split_suffixes(path)[0]
     folder = path.absolute().parent.name
     if kind in PLAIN_SUFFIXES:
         lines: list[str] = []
         for _, line in _read_lines(path):
-            if line.removesuffix("\n") == separator:
+            if line.removesuffix("\n") == SEPARATOR:
                 yield Document(folder, "".join(lines).strip("\n"))
                 lines = []
             else:
@@ -106,7 +101,7 @@ def _read_file(path: Path, field: str, topic_field: str | None, separator: str) 
     elif kind in JSON_SUFFIXES:
         for number, line in _read_lines(path):
             if line.strip():
-                yield _parse_json_line(f"{path}:{number}", line, folder, field, topic_field)
+                yield _parse_json_line(f"{path}:{number}", line, folder)
     else:
         allowed = ", ".join(PLAIN_SUFFIXES + JSON_SUFFIXES)
         raise TextError(f"{path}: unsupported extension; allowed are {allowed}, also followed by .xz or .gz")
@@ -127,18 +122,17 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise TextError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _parse_json_line(where: str, line: str, folder: str, field: str, topic_field: str | None) -> Document:
+def _parse_json_line(where: str, line: str, folder: str) -> Document:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:  # Includes numbers that are too long and deep nesting.
         raise TextError(f"{where}: not a JSON object on one line: {error}") from error
     if not isinstance(value, dict):
         raise TextError(f"{where}: each line must be a JSON object, this line is a {type(value).__name__}")
-    for name in (field, topic_field):
-        if name is not None and not isinstance(value.get(name), str):
-            fields = ", ".join(map(repr, value)) or "none"
-            raise TextError(f"{where}: no string field {name!r}; its fields are {fields}")
-    return Document(folder if topic_field is None else value[topic_field], value[field])
+    if not isinstance(value.get("text"), str):
+        fields = ", ".join(map(repr, value)) or "none"
+        raise TextError(f"{where}: no string field 'text'; its fields are {fields}")
+    return Document(folder, value["text"])
 
 
 def token_windows(

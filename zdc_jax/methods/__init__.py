@@ -87,6 +87,15 @@ def _to_hashable(value: Any) -> Any:
     return tuple(map(_to_hashable, value)) if isinstance(value, list) else value
 
 
+def check_calibrated(plan: PlannedLayers, method: str, command: str = "zdc calibrate MODEL") -> None:
+    """Raise `PlanError` if a plan of a method that needs a calibrated basis has none."""
+    if not plan.rotated:
+        raise PlanError(
+            f"rotated=False: method {method!r} needs a calibrated basis; "
+            f"run `{command}` and use a plan with rotated=True"
+        )
+
+
 def check_one_of(name: str, value: Any, allowed: tuple[int | str, ...]) -> None:
     """Raise `PlanError` if a setting is not one of the numbers or words in `allowed`."""
     if type(value) not in (int, str) or value not in allowed:

@@ -9,8 +9,7 @@ from functools import partial
 
 from zdc_jax.cache.specs.choosing import LeadingScores
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.errors import PlanError
-from zdc_jax.methods import far_layers
+from zdc_jax.methods import check_calibrated, far_layers
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
@@ -29,11 +28,7 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    if not plan.rotated:
-        raise PlanError(
-            "rotated=False: method 'loki' needs a calibrated basis; "
-            "run `zdc calibrate MODEL` and use a plan with rotated=True"
-        )
+    check_calibrated(plan, "loki")
     return far_layers(plan, dtype, _create_far_spec)
 
 

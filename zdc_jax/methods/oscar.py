@@ -18,7 +18,7 @@ from zdc_jax.cache.codes.integers import ClippedIntegers
 from zdc_jax.cache.specs.late_store import LateStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.methods import check_calibrated, check_one_of, check_range, far_layers
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
 
 
@@ -57,11 +57,7 @@ def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     Raises:
       PlanError: the plan has no calibrated basis.
     """
-    if not plan.rotated:
-        raise PlanError(
-            "rotated=False: method 'oscar' needs a calibrated basis; run "
-            "`zdc calibrate MODEL TEXT --qk oscar --vo oscar` and use a plan with rotated=True"
-        )
+    check_calibrated(plan, "oscar", "zdc calibrate MODEL TEXT --qk oscar --vo oscar")
     return far_layers(plan, dtype, _create_far_spec)
 
 

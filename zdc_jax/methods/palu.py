@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from zdc_jax.cache.specs.latents import Latents
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.errors import PlanError
-from zdc_jax.methods import far_layers
+from zdc_jax.methods import check_calibrated, far_layers
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
@@ -24,9 +23,5 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    if not plan.rotated:
-        raise PlanError(
-            "rotated=False: method 'palu' needs a calibrated basis; "
-            "run `zdc calibrate MODEL` and use a plan with rotated=True"
-        )
+    check_calibrated(plan, "palu")
     return far_layers(plan, dtype, lambda _: Latents)

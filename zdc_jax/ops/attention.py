@@ -78,7 +78,7 @@ def self_attention(
     near = q.shape[-1] > R or v.shape[-1] > Z
     sinks, window = (min(n, q.shape[1]) if near else 0 for n in (sinks, window))
     operands = partial(_whole_operands, R=R, Z=Z, near=near, sinks=sinks)
-    options = {"sinks": sinks, "window": window}
+    options: dict[str, Any] = {"sinks": sinks, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": lambda: kernel_refusal(prefill_refusal, operands, q, k, v, **options),
         "cudnn": lambda: shift_refusal(block_scores) or _cudnn_refusal(q, k, v, near),
@@ -91,7 +91,16 @@ def self_attention(
                 q, k, v, scale=scale, is_causal=True, implementation="cudnn", return_residual=True
             )
             return o, lse.swapaxes(1, 2)
-    return _xla_whole(q, k, v, R, Z, scale, sinks, window, block_scores)
+    near_keys = None
+    if sinks or window:
+        before = ((0, 0), (window, 0), (0, 0), (0, 0))
+        near_keys = _make_near_keys(
+            jnp.pad(k, before), jnp.pad(v, before), k[:, :sinks], v[:, :sinks], 0, window
+        )
+    k, v = (x.swapaxes(1, 2) for x in (k[..., :R], v[..., :Z]))
+    return xla_attention(
+        q, k, v, _list_positions(q), scale=scale, near=near_keys, block_scores=block_scores, **options
+    )
 
 
 def near_attention(
@@ -126,31 +135,26 @@ def near_attention(
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
-    B, T = q.shape[:2]
-    P = sink_k.shape[1]
-    operands = partial(_near_operands, window=window)
-    arrays, options = (q, k, v, sink_k, sink_v, start), {"sinks": P, "window": window}
-    refusals: dict[Implementation, Callable[[], str | None]] = {
+    operands, arrays = partial(_near_operands, window=window), (q, k, v, sink_k, sink_v, start)
+    options: dict[str, Any] = {"sinks": sink_k.shape[1], "window": window}
+
+    def refusal() -> str | None:
         # Keys begin at any position here, and kernels take block scores of whole blocks.
-        "pallas": lambda: (
-            shift_refusal(block_scores) or kernel_refusal(prefill_refusal, operands, *arrays, **options)
-        ),
-        "cudnn": lambda: _cudnn_refusal(q, k, v, True),
-    }
-    if choose_implementation("near_attention", implementation, refusals) == "pallas":
+        return shift_refusal(block_scores) or kernel_refusal(prefill_refusal, operands, *arrays, **options)
+
+    if takes_kernels("near_attention", implementation, refusal, lambda: _cudnn_refusal(q, k, v, True)):
         return prefill_attention(**operands(*arrays), scale=scale, **options)
-    k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
-    no_k, no_v = k[..., :0], v[..., :0]
-    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-    recent = start - window + jnp.arange(window + T)
-    key_positions = jnp.concatenate([jnp.arange(P), jnp.where(recent >= P, recent, -1)])
-    near = NearKeys(
-        jnp.concatenate([sink_k, k], 2),
-        jnp.concatenate([sink_v, v], 2),
-        jnp.broadcast_to(key_positions, (B, *key_positions.shape)),
+    near = _make_near_keys(k, v, sink_k, sink_v, start, window)
+    return xla_attention(
+        q,
+        near.k[..., :0],
+        near.v[..., :0],
+        _list_positions(q, start),
+        scale=scale,
+        near=near,
+        block_scores=block_scores,
+        **options,
     )
-    given: dict[str, Any] = {"sinks": P, "window": window, "block_scores": block_scores}
-    return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, **given)
 
 
 def far_attention(
@@ -181,7 +185,6 @@ def far_attention(
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
-    B, T = q.shape[:2]
     known = isinstance(sinks, int)
     options: dict[str, Any] = {"keys": "far", "sinks": max(sinks, 0) if known else sinks, "window": window}
 
@@ -190,17 +193,31 @@ def far_attention(
             return "it needs the number of sinks at compile time"
         return kernel_refusal(prefill_refusal, _far_operands, q, k, v, start, **options)
 
-    refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": refusal,
-        "cudnn": lambda: "it cannot compute a part of attention",
-    }
-    if choose_implementation("far_attention", implementation, refusals) == "pallas":
+    if takes_kernels(
+        "far_attention", implementation, refusal, lambda: "it cannot compute a part of attention"
+    ):
         operands = _far_operands(q, k, v, start)
         return prefill_attention(**operands, scale=scale, block_scores=block_scores, **options)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-    given: dict[str, Any] = {"sinks": sinks, "window": window, "block_scores": block_scores}
-    return xla_attention(q, k, v, positions, scale=scale, near=None, **given)
+    near: dict[str, Any] = {"near": None, "sinks": sinks, "window": window}
+    return xla_attention(q, k, v, _list_positions(q, start), scale=scale, block_scores=block_scores, **near)
+
+
+def takes_kernels(
+    kind: str,
+    implementation: Implementation | None,
+    refusal: Callable[[], str | None],
+    no_cudnn: Callable[[], str | None] = lambda: "it does not read this cache",
+) -> bool:
+    """Return whether a call runs on the kernels rather than on XLA.
+
+    `refusal` returns why the kernels cannot serve it, or None if they can; `no_cudnn` why cuDNN cannot.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
+    """
+    refusals: dict[Implementation, Callable[[], str | None]] = {"pallas": refusal, "cudnn": no_cudnn}
+    return choose_implementation(kind, implementation, refusals) == "pallas"
 
 
 def choose_implementation(
@@ -335,44 +352,20 @@ def cache_refusal(
     return kernel_refusal(refusal, operands, q, k, v, ring, sinks=sinks, window=window)
 
 
-def _xla_whole(
-    q: Array,
-    k: Array,
-    v: Array,
-    R: int,
-    Z: int,
-    scale: float,
-    sinks: int,
-    window: int,
-    block_scores: Array | None,
-) -> tuple[Array, Array]:
-    B, T = q.shape[:2]
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-    near = None
-    if sinks or window:
+def _list_positions(q: Array, start: Array | int = 0) -> Int[Array, "B T"]:
+    """Return the positions start, start + 1, … of queries [B, T, N, H]."""
+    return jnp.broadcast_to(start + jnp.arange(q.shape[1]), q.shape[:2])
 
-        def prepend_sinks(x: Array) -> Array:
-            sink_x = jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
-            return jnp.concatenate([sink_x, x], 2)
 
-        sink_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
-        near = NearKeys(
-            prepend_sinks(k),
-            prepend_sinks(v),
-            jnp.concatenate([sink_positions, jnp.where(positions >= sinks, positions, -1)], 1),
-        )
-    return xla_attention(
-        q,
-        k[..., :R],
-        v[..., :Z],
-        positions,
-        scale=scale,
-        near=near,
-        sinks=sinks,
-        window=window,
-        block_scores=block_scores,
-    )
+def _make_near_keys(
+    k: Array, v: Array, sink_k: Array, sink_v: Array, start: Array | int, window: int
+) -> NearKeys:
+    """Return near keys from the arrays of `near_attention`; positions of sinks count once."""
+    B, P = sink_k.shape[:2]
+    recent = start - window + jnp.arange(k.shape[1])
+    positions = jnp.concatenate([jnp.arange(P), jnp.where(recent >= P, recent, -1)])
+    k, v = (jnp.concatenate(pair, 1).swapaxes(1, 2) for pair in ((sink_k, k), (sink_v, v)))
+    return NearKeys(k, v, jnp.broadcast_to(positions, (B, len(positions))))
 
 
 def _whole_operands(

@@ -6,7 +6,7 @@ the scale of each token. As in `zdc_jax.ops.attention`, an explicit implementati
 raises, and None uses the kernels where they can.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from kernels_pallas import (
 )
 from kernels_pallas.quantized.inputs import rows_of
 from zdc_jax.axes import Array
-from zdc_jax.ops.attention import Implementation, choose_implementation, shift_refusal
+from zdc_jax.ops.attention import Implementation, shift_refusal, takes_kernels
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.shift import BLOCK
 from zdc_jax.ops.slots import EMPTY, ring_positions
@@ -67,7 +67,6 @@ LEAST_NUMBERS = 4096
 
 It covers a result of 256 values in 16 heads, or a list of slots.
 """
-NO_CUDNN = "it does not read this cache"
 NOT_INTEGERS = "kernels support only integer codes with one scale per token"
 
 
@@ -81,20 +80,6 @@ class ArrangedQueries(NamedTuple):
 
     q: Array
     gains: Array | None
-
-
-def takes_kernels(
-    kind: str, implementation: Implementation | None, refusal: Callable[[], str | None]
-) -> bool:
-    """Return whether a call runs on the kernels rather than on XLA.
-
-    `refusal` returns why the kernels cannot serve it, or None if they can.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this call; the message says why.
-    """
-    refusals: dict[Implementation, Callable[[], str | None]] = {"pallas": refusal, "cudnn": lambda: NO_CUDNN}
-    return choose_implementation(kind, implementation, refusals) == "pallas"
 
 
 def slots_for(tokens: int) -> int:

@@ -68,34 +68,21 @@ def xla_attention(
     past = 0 if near is None else near.k.shape[2] - T
     far = k.shape[2] if k.shape[3] else 0
     block = query_block(B * N * (far + past), T, own=0 if near is None else B * N)
-    pad = -T % block
-    # Padding repeats the last position: padded queries see keys and stay finite. They are cut off below.
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
-    if block_scores is not None:
-        block_scores = jnp.pad(block_scores, ((0, 0), (0, pad), (0, 0), (0, 0)))
     if near is not None:
+        pad = -T % block
         near = NearKeys(
             jnp.pad(near.k, ((0, 0), (0, 0), (0, pad), (0, 0))),
             jnp.pad(near.v, ((0, 0), (0, 0), (0, pad), (0, 0))),
             jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
         )
 
-    def run_block(index: Array) -> tuple[Array, Array]:
-        start = index * block
+    def run_block(q: Array, positions: Array, index: Array, *gains: Array) -> tuple[Array, Array]:
+        own = None if near is None else _near_block(near, index[0, 0], past - window, window + q.shape[1])
+        return _xla_block(q, k, v, positions, scale, own, sinks, window, *gains)
 
-        def take(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
-
-        near_block = None if near is None else _near_block(near, start, past - window, window + block)
-        gains = None if block_scores is None else take(block_scores)
-        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window, gains)
-
-    if block >= T:
-        return run_block(jnp.int32(0))
-    out, lse = jax.lax.map(run_block, jnp.arange((T + pad) // block))  # [blocks, ...]
-    out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
-    return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
+    queries = jnp.broadcast_to(jnp.arange(T), (B, T))
+    gains = [] if block_scores is None else [block_scores]
+    return in_query_blocks(run_block, block, q, positions, queries, *gains)
 
 
 def chosen_attention(
@@ -190,7 +177,7 @@ def _xla_block(
     near: NearKeys | None,
     sinks: Array | int,
     window: int,
-    block_scores: Array | None,
+    block_scores: Array | None = None,
 ) -> tuple[Array, Array]:
     S, R = k.shape[2:]
     t = positions[:, :, None]

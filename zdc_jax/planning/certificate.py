@@ -59,33 +59,26 @@ def plan_from_error(
     basis: Basis,
     *,
     max_score_error: float,
-    max_value_error: float | None = None,
     window: int = 0,
     sinks: int = 0,
 ) -> CompressionPlan:
-    """Return the plan with the fewest coordinates within limits on the calibrated errors of far pairs.
+    """Return the plan with the fewest coordinates within a limit on the calibrated errors of far pairs.
 
     Args:
       basis: calibrated basis.
-      max_score_error: limit for the scores of every head (`Certificate.score`), in (0, 1).
-      max_value_error: limit for the values of every head. Default: `max_score_error`.
+      max_score_error: limit for the scores and for the values of every head (`Certificate`), in (0, 1).
       window: window of the plan, in tokens.
       sinks: sinks of the plan, in tokens.
 
     Raises:
-      PlanError: a limit is outside (0, 1).
+      PlanError: the limit is outside (0, 1).
     """
-    limits = {
-        "max_score_error": max_score_error,
-        "max_value_error": max_score_error if max_value_error is None else max_value_error,
-    }
-    for name, limit in limits.items():
-        if not 0 < limit < 1:
-            raise PlanError(f"{name}={limit} must lie strictly between 0 and 1")
+    if not 0 < max_score_error < 1:
+        raise PlanError(f"{max_score_error=} must lie strictly between 0 and 1")
     _, K, H = basis.qk_spectrum.shape
     allowed = np.array(allowed_ranks(H)[1:])
-    qk = least_ranks(basis.qk_error, limits["max_score_error"], allowed)
-    v = least_ranks(basis.vo_error, limits["max_value_error"], allowed)
+    qk = least_ranks(basis.qk_error, max_score_error, allowed)
+    v = least_ranks(basis.vo_error, max_score_error, allowed)
     layers = tuple(LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True))
     plan = CompressionPlan(layers, K, H, sinks, window)
     return plan.for_model(basis.fingerprint, basis.coordinates_hash, basis.shifted)

@@ -25,7 +25,7 @@ from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.checked import checked_plan
 from zdc_jax.planning.coded_costs import coded_forecast
 from zdc_jax.planning.predictor import Predictor, check_limit
-from zdc_jax.planning.profile import Profile, stored_profile
+from zdc_jax.planning.profile import stored_profile
 
 logger = logging.getLogger("zdc_jax")
 
@@ -108,16 +108,26 @@ def choose_plan(
         return plan_from_error(basis, max_score_error=max_score_error).within(checkpoint.config)
     assert max_degradation is not None
     profile = stored_profile(checkpoint, basis)
+    context = basis.context_length
+
+    def bind(plan: CompressionPlan) -> CompressionPlan:
+        return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
+
     if check_text is None:
-        return _predict_plan(checkpoint, basis, profile, max_degradation)
+        warnings.warn(
+            f"{max_degradation=} is a prediction from the calibration text, not a measurement; "
+            "pass check_text= to measure plans",
+            stacklevel=2,
+        )
+        predictor, config = Predictor.stored(), checkpoint.config
+        return bind(predictor.plan(config, profile, max_degradation=max_degradation, context=context))
     check_basis(payload, basis)
-    windows = _read_windows(checkpoint, basis.context_length, check_text)
+    windows = _read_windows(checkpoint, context, check_text)
     # Each plan is loaded from the folder, so that the host never holds all weights in memory.
     load_dense = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
 
     def load_plan(plan: CompressionPlan) -> LanguageModel:
-        bound = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
-        return load_dense(plan=bound, basis=basis, payload=payload)
+        return load_dense(plan=bind(plan), basis=basis, payload=payload)
 
     measure = _make_measure(load_dense, load_plan, windows)
     forecast = (
@@ -125,7 +135,6 @@ def choose_plan(
         if get_search_kind(method) == "bits"
         else Predictor.stored().forecast(checkpoint.config, profile)
     )
-    context = basis.context_length
     plan = checked_plan(forecast, measure, max_degradation=max_degradation, context=context)
     if plan is None:
         warnings.warn(
@@ -133,7 +142,7 @@ def choose_plan(
             stacklevel=2,
         )
         return None
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
+    return bind(plan)
 
 
 def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
@@ -143,21 +152,6 @@ def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
         raise PlanError(f"{method=} needs text to measure plans; pass max_degradation= and check_text=")
     if get_search_kind(method) == "bits" and on_mesh:
         raise PlanError(f"{method=} does not support a mesh; pass mesh=None")
-
-
-def _predict_plan(
-    checkpoint: Checkpoint, basis: Basis, profile: Profile, max_degradation: float
-) -> CompressionPlan:
-    """Return the predicted plan for a limit on the perplexity, with a safety margin and a warning."""
-    plan = Predictor.stored().plan(
-        checkpoint.config, profile, max_degradation=max_degradation, context=basis.context_length
-    )
-    warnings.warn(
-        f"{max_degradation=} is a prediction from the calibration text, not a measurement; "
-        "pass check_text= to measure plans",
-        stacklevel=3,
-    )
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash, basis.shifted)
 
 
 def _read_windows(

@@ -7,6 +7,7 @@ error of their bits. Not part of the ZDC paper.
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -144,14 +145,11 @@ def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis) -> Forec
         for index, window in enumerate(profile.windows.tolist())
     }
 
-    def make_plan(ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-        return coded_plan(config, ranks, window).for_model(profile.fingerprint)
-
     return Forecast(
         full=CompressionPlan.full(config).for_model(profile.fingerprint),
         floor=0.0,
         costs=costs,
-        make=make_plan,
+        make=partial(coded_plan, config),
     )
 
 

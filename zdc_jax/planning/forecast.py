@@ -28,7 +28,7 @@ class Forecast:
     """Predicted costs of single layers, which are assumed to add up, and the plans that they describe.
 
     Attributes:
-      full: plan of the unmodified model, which costs nothing.
+      full: plan of the unmodified model, which costs nothing; it is bound to the model.
       floor: cost of every other plan in addition to its layers, in nats per token.
       costs: costs of single layers in nats per token, for each window that plans can have.
       make: function that returns the plan with these layers and this window.
@@ -57,7 +57,9 @@ class Forecast:
 
     def plan(self, draft: Draft) -> CompressionPlan:
         """Return the plan of a draft."""
-        return self.make(draft.layers, draft.window) if draft.window else self.full
+        if not draft.window:
+            return self.full
+        return self.make(draft.layers, draft.window).for_model(self.full.fingerprint)
 
     def nats(self, draft: Draft) -> Float[np.ndarray, " costs"]:
         """Return the predicted costs of the basis and of each layer, in nats per token."""

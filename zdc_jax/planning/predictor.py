@@ -188,8 +188,7 @@ class Predictor:
         }
 
         def make_plan(ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-            plan = CompressionPlan.of_layers(config, ranks, window=window, sinks=SINKS)
-            return plan.for_model(profile.fingerprint)
+            return CompressionPlan.of_layers(config, ranks, window=window, sinks=SINKS)
 
         return Forecast(
             full=CompressionPlan.full(config).for_model(profile.fingerprint),

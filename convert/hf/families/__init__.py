@@ -1,4 +1,4 @@
-"""Model families of Hugging Face, one file each, with all that conversion and export know about a family.
+"""Model families of Hugging Face, one file each, with all that conversion knows about a family.
 
 A family is a module with a `FAMILY`. The module is named after Hugging Face's `model_type`, which is also
 `ModelConfig.family`.
@@ -9,7 +9,6 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError
@@ -17,16 +16,14 @@ from zdc_jax.errors import ConversionError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: parsing and export of its settings in `config.json`, and its keys in the safetensors.
+    """A model family: parsing of its settings in `config.json`, and its keys in the safetensors.
 
     Attributes:
       architecture: name of the family in `architectures` of `config.json`.
       parse: makes a `ModelConfig` from settings. The fields that all families read alike (`family`, `dtype`,
         `bos_id`, `eos_ids`) come as keywords. A missing setting may raise `KeyError`, a malformed one
         `TypeError` or `ValueError`. An unsupported one raises `ConversionError` with the supported values.
-      settings: returns the settings for a `ModelConfig`, without those that all families share
-        (`export_config`).
-      prefixes: prefixes of every key but `lm_head`. Export writes the first; conversion reads all.
+      prefixes: prefixes of every key but `lm_head`. All are read; the first is that of `Entry.key`.
       embeddings: key of each parameter outside the layers, by path (`embedding_shapes`).
       layer: key of each parameter of a layer, by path (`layer_shapes`), without the prefix `layers.{i}.`. A
         bias `*_bias` needs no entry: its key is that of its weight with `.bias`. Parameters with the same key
@@ -35,7 +32,6 @@ class Family:
 
     architecture: str
     parse: Callable[..., ModelConfig]
-    settings: Callable[[ModelConfig], dict[str, Any]]
     prefixes: tuple[str, ...]
     embeddings: Mapping[str, str]
     layer: Mapping[str, str]

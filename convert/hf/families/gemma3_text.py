@@ -10,11 +10,8 @@ from typing import Any
 from convert.hf.families import llama
 from convert.hf.settings import (
     FULL,
-    HF_ACTIVATIONS,
     SLIDING,
     add_windows,
-    export_rope,
-    export_windows,
     parse_activation,
     parse_flag,
     parse_rope,
@@ -65,23 +62,10 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    ropes = {SLIDING if layer.window else FULL: export_rope(layer.rope) for layer in config.layers}
-    scale = config.layers[0].scale or config.head_dim**-0.5
-    own = {
-        "attention_bias": config.qkv_bias,
-        "hidden_activation": HF_ACTIVATIONS[config.activation],
-        "query_pre_attn_scalar": round(scale**-2),
-        "rope_parameters": ropes,
-    }
-    return llama.export_shared(config) | export_windows(config) | own
-
-
 FAMILY = replace(
     llama.FAMILY,
     architecture="Gemma3ForCausalLM",
     parse=_parse,
-    settings=_export_settings,
     layer={
         **llama.FAMILY.layer,
         **llama.QK_NORMS,

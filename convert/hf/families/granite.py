@@ -20,13 +20,4 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    return llama.FAMILY.settings(config) | {
-        "attention_multiplier": config.layers[0].scale or config.head_dim**-0.5,
-        "embedding_multiplier": config.embed_scale,
-        "residual_multiplier": config.residual_scale,
-        "logits_scaling": config.logit_divisor,
-    }
-
-
-FAMILY = replace(llama.FAMILY, architecture="GraniteForCausalLM", parse=_parse, settings=_export_settings)
+FAMILY = replace(llama.FAMILY, architecture="GraniteForCausalLM", parse=_parse)

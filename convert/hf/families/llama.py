@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.hf.families import Family
-from convert.hf.settings import HF_ACTIVATIONS, export_rope, parse_activation, parse_flag, parse_rope
+from convert.hf.settings import parse_activation, parse_flag, parse_rope
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
@@ -32,18 +32,6 @@ def parse_shared(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
     return ModelConfig(**(shared | own))
 
 
-def export_shared(config: ModelConfig) -> dict[str, Any]:
-    """Return the shared settings; inverse of `parse_shared`."""
-    return {
-        "head_dim": config.head_dim,
-        "hidden_act": HF_ACTIVATIONS[config.activation],
-        "intermediate_size": config.ffn_dim,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": export_rope(config.layers[0].rope),
-    }
-
-
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     attention_bias = parse_flag(raw, "attention_bias", False)
     return parse_shared(
@@ -56,17 +44,12 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    return export_shared(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-
-
 QK_NORMS = {"attention/q_norm": "self_attn.q_norm.weight", "attention/k_norm": "self_attn.k_norm.weight"}
 """Keys of the norms of q and k, for families that have them."""
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
     parse=_parse,
-    settings=_export_settings,
     prefixes=("model.",),
     embeddings={
         "tokens": "embed_tokens.weight",

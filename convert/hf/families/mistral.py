@@ -15,8 +15,4 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     return llama.parse_shared(raw, layers=layers, num_kv_heads=raw["num_key_value_heads"], **common)
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    return llama.export_shared(config) | {"sliding_window": config.layers[0].window}
-
-
-FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", parse=_parse, settings=_export_settings)
+FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", parse=_parse)

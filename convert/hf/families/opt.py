@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.hf.families import Family
-from convert.hf.settings import HF_ACTIVATIONS, parse_activation, parse_flag
+from convert.hf.settings import parse_activation, parse_flag
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import ConversionError
 
@@ -43,22 +43,9 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    pre_norm = config.layers[0].norms == "pre"
-    return {
-        "activation_function": HF_ACTIVATIONS[config.activation],
-        "do_layer_norm_before": pre_norm,
-        "enable_bias": config.qkv_bias,
-        "ffn_dim": config.ffn_dim,
-        "_remove_final_layer_norm": pre_norm and not config.final_norm,
-        "word_embed_proj_dim": config.token_embed_dim or config.embed_dim,
-    }
-
-
 FAMILY = Family(
     architecture="OPTForCausalLM",
     parse=_parse,
-    settings=_export_settings,
     prefixes=("model.decoder.", "decoder."),  # Published checkpoints use either prefix.
     embeddings={
         "tokens": "embed_tokens.weight",

@@ -26,19 +26,10 @@ def _rename_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings | {"rope_type": "longrope"}} if kind in ("su", "yarn") else {}
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    layer = config.layers[0]
-    own: dict[str, Any] = {"sliding_window": layer.window}
-    if layer.rope is not None and layer.rope.kind == "longrope":
-        own["original_max_position_embeddings"] = layer.rope.original_max_positions
-    return llama.export_shared(config) | own
-
-
 FAMILY = replace(
     llama.FAMILY,
     architecture="Phi3ForCausalLM",
     parse=_parse,
-    settings=_export_settings,
     layer={
         **llama.FAMILY.layer,
         **dict.fromkeys(("attention/q", "attention/k", "attention/v"), QKV),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from convert.hf.families import llama
-from convert.hf.settings import add_windows, export_windows, parse_flag, parse_rope
+from convert.hf.settings import add_windows, parse_flag, parse_rope
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
@@ -18,20 +18,10 @@ def parse_layers(raw: Mapping[str, Any], layer: LayerSpec) -> tuple[LayerSpec, .
     return add_windows(repeated, raw, lambda index: index >= first)
 
 
-def export_layer_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of sliding windows; inverse of `parse_layers`."""
-    settings = export_windows(config)
-    return settings | {"use_sliding_window": settings["sliding_window"] is not None}
-
-
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     specs = parse_layers(raw, LayerSpec(rope=parse_rope(raw)))
     kv_heads = raw["num_key_value_heads"]
     return llama.parse_shared(raw, layers=specs, num_kv_heads=kv_heads, qkv_bias=True, **common)
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    return llama.export_shared(config) | export_layer_windows(config)
-
-
-FAMILY = replace(llama.FAMILY, architecture="Qwen2ForCausalLM", parse=_parse, settings=_export_settings)
+FAMILY = replace(llama.FAMILY, architecture="Qwen2ForCausalLM", parse=_parse)

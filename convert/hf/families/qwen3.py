@@ -22,16 +22,9 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     )
 
 
-def _export_settings(config: ModelConfig) -> dict[str, Any]:
-    return (
-        llama.export_shared(config) | qwen2.export_layer_windows(config) | {"attention_bias": config.qkv_bias}
-    )
-
-
 FAMILY = replace(
     llama.FAMILY,
     architecture="Qwen3ForCausalLM",
     parse=_parse,
-    settings=_export_settings,
     layer={**llama.FAMILY.layer, **llama.QK_NORMS},
 )

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zdc_jax.evaluation.answers import Protocol, read_prompts
+from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.evaluation.greedy import generate_greedy
 from zdc_jax.evaluation.ruler.prompt import RulerTask
 from zdc_jax.evaluation.ruler.score import score_answer
@@ -36,13 +37,10 @@ def score_task(
       CacheMemoryError: the caches do not fit into memory.
     """
     scores: list[float] = []
-    for start in range(0, len(task.samples), batch):
-        part = task.samples[start : start + batch]
-        filled = [*part, *[part[-1]] * (batch - len(part))]
-        answers = _answer(network, task, [sample.tokens for sample in filled], protocol)
-        scores += [
-            score_answer(answer, sample.references) for answer, sample in zip(answers, part, strict=False)
-        ]
+    for part, count in padded_batches(task.samples, batch):
+        answers = _answer(network, task, [sample.tokens for sample in part], protocol)
+        pairs = list(zip(answers, part, strict=True))[:count]
+        scores += [score_answer(answer, sample.references) for answer, sample in pairs]
         watch(len(scores))
     return np.array(scores)
 

@@ -1,0 +1,15 @@
+"""Batches of one size, so that programs are compiled once."""
+
+from collections.abc import Iterator, Sequence
+
+
+def pad_batch[T](items: Sequence[T], size: int) -> list[T]:
+    """Return the first `size` items. The last item is repeated if there are fewer."""
+    part = list(items[:size])
+    return part + part[-1:] * (size - len(part))
+
+
+def padded_batches[T](items: Sequence[T], size: int) -> Iterator[tuple[list[T], int]]:
+    """Yield batches of `size` items, each with the number of its items that are not padding."""
+    for start in range(0, len(items), size):
+        yield pad_batch(items[start:], size), min(size, len(items) - start)
