@@ -65,7 +65,6 @@ def decode_attention(
     sinks: int = 0,
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
     block_scores: Float[Array, "B N blocks"] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
@@ -79,17 +78,15 @@ def decode_attention(
         keys, and only the ring is read.
       v: first coordinates of the values, like `k` with Z.
       lengths: tokens of each sequence; length 0 gives zeros and -inf. Lengths are capped at the slots of far
-        keys. With `positions` they bound positions instead.
+        keys.
       scale: factor on the scores, above 0; 1/√H of the original head dimension.
       ring: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
         coordinates.
       sinks: number of sinks, at most 64; only with `ring`.
       window: size of the recent window, a multiple of 64; only with `ring`.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
-      positions: position of each slot, in any order, if it differs from the slot (token classes). Slots with
-        negative positions, or positions past the length, are ignored. Not with `ring` or `block_table`.
       block_scores: what scaled scores gain in each block of 64 positions, float32, for every block with a
-        visible key. Not with `positions`.
+        visible key.
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -110,7 +107,6 @@ def decode_attention(
         sinks=sinks,
         window=window,
         block_table=block_table,
-        positions=positions,
         block_scores=block_scores,
         config=config,
     )
@@ -129,7 +125,6 @@ def decode_parts(
     sinks: int = 0,
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
     block_scores: Float[Array, "B N blocks"] | None = None,
     config: DecodeConfig | None = None,
 ) -> Parts:
@@ -144,7 +139,6 @@ def decode_parts(
         sinks=sinks,
         window=window,
         block_table=block_table,
-        positions=positions,
         block_scores=block_scores,
         config=config,
     )
@@ -173,29 +167,22 @@ def decode_parts(
         scale=scale,
         far_parts=far_parts,
         near_parts=near_parts,
-        positions=positions is not None,
         slots=S * pages,
     )
-    bound, used = _scalars(lengths, positions)
     cached = [x if x.shape[-1] else None for x in (k, v, *(ring or ()))]
     k, v, *tails = jax.tree.map(lambda x: common.pad_rows(x, 2), cached)
     ring_k, ring_v = tails or (None, None)
-    if positions is not None:
-        padding = (0, 0), (0, -S % config.block)
-        positions = jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1)
     if block_scores is not None:
         rows = _tile_heads(block_scores * LOG2_E, K, Z, HV - Z)[0].swapaxes(1, 2)
         block_scores = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS)))
     operands = _Operands(
-        lengths=bound,
-        slots=used,
+        lengths=lengths.astype(jnp.int32),
         q=heads,
         k=k,
         v=v,
         ring_k=ring_k,
         ring_v=ring_v,
         table=block_table,
-        positions=positions,
         gains=block_scores,
     )
     partial, lse = plgpu.kernel(
@@ -210,15 +197,6 @@ def decode_parts(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(operands)
     return Parts(partial, lse, pitch=pitch)
-
-
-def _scalars(lengths: Array, positions: Array | None) -> tuple[Array, Array]:
-    """Return the bound on each sequence's positions, and the number of slots that contain them, int32."""
-    lengths = lengths.astype(jnp.int32)
-    if positions is None:
-        return lengths, lengths
-    held = (positions >= 0) & (positions < lengths[:, None])
-    return lengths, jnp.where(held, jnp.arange(1, held.shape[1] + 1), 0).max(1).astype(jnp.int32)
 
 
 def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
@@ -250,7 +228,6 @@ class _Geometry(NamedTuple):
     scale: float
     far_parts: int
     near_parts: int
-    positions: bool
     slots: int
 
     def widths(self, near: bool) -> tuple[list[int], list[int]]:
@@ -269,7 +246,7 @@ class _Step(NamedTuple):
     high: Any
 
 
-def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) -> tuple[Array, Any]:
+def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, Any]:
     """Return the number of a sequence's far or near steps, and a function that describes each."""
 
     def down(x):
@@ -278,10 +255,10 @@ def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) ->
     def up(x):
         return down(x + (block - 1))
 
-    if g.R and not g.positions:  # A sequence has no more tokens than slots.
-        length = slots = jnp.minimum(length, g.slots)
+    if g.R:  # A sequence has no more tokens than slots.
+        length = jnp.minimum(length, g.slots)
     if not g.near_parts:
-        return up(slots), lambda step: _Step(step, None, 0, length)
+        return up(length), lambda step: _Step(step, None, 0, length)
     past = length - g.window
     if not near:
         skipped = g.sinks // block
@@ -305,40 +282,35 @@ class _Operands(NamedTuple):
     """Arrays of a launch, or references to them in the kernel; absent ones are None.
 
     Attributes:
-      lengths: bound on each sequence's positions.
-      slots: number of slots that contain these positions.
+      lengths: tokens of each sequence.
       q: query heads, as rows of tiles.
       k: first coordinates of keys.
       v: first coordinates of values.
       ring_k: trailing coordinates of near keys.
       ring_v: trailing coordinates of near values.
       table: block table.
-      positions: position of each slot.
       gains: what base-2 scores gain, [B, blocks, query heads as in `q`].
     """
 
     lengths: Any
-    slots: Any
     q: Any
     k: Any
     v: Any
     ring_k: Any
     ring_v: Any
     table: Any
-    positions: Any
     gains: Any
 
 
 class _Buffers(NamedTuple):
     """Shared memory of a CTA: q, k and v have one buffer per array that is read.
 
-    `positions` is None without positions. Each block of keys has one barrier, `ready`.
+    Each block of keys has one barrier, `ready`.
     """
 
     q: list[Any]
     k: list[Any]
     v: list[Any]
-    positions: Any
     q_ready: Any
     ready: Any
 
@@ -373,14 +345,13 @@ class _Part(NamedTuple):
         buffer = functools.partial(tiled, dtype=self.refs.q.dtype)
         qk_widths, v_widths = g.widths(self.near)
         stages, block = self._stages(), self.config.block
-        arrivals = len(qk_widths) + len(v_widths) + g.positions
+        arrivals = len(qk_widths) + len(v_widths)
         accs, m, l = pl.run_scoped(
             self._accumulate,
             _Buffers(
                 q=[buffer(ROWS, width, width=qk) for width in qk_widths],
                 k=[buffer(stages, block, width, width=qk) for width in qk_widths],
                 v=[buffer(stages, block, width, width=vo) for width in v_widths],
-                positions=plgpu.SMEM((stages, block), jnp.int32) if g.positions else None,
                 q_ready=plgpu.Barrier(num_arrivals=len(qk_widths)),
                 ready=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
             ),
@@ -405,7 +376,7 @@ class _Part(NamedTuple):
 
     def _accumulate(self, smem: _Buffers) -> tuple[Any, Array, Array]:
         g, config, refs, (b, kv) = self.g, self.config, self.refs, self._head()
-        total, step_at = _steps(g, config.block, refs.lengths[b], refs.slots[b], self.near)
+        total, step_at = _steps(g, config.block, refs.lengths[b], self.near)
         parts = g.near_parts if self.near else g.far_parts
         share = lax.div(total + (parts - 1), jnp.int32(parts))
         begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)
@@ -430,8 +401,6 @@ class _Part(NamedTuple):
                 lead, rows = self._prefix_rows(what.block, b)
                 copy(refs.k.at[lead, kv, rows], smem.k[0])
                 copy(refs.v.at[lead, kv, rows], smem.v[0])
-            if g.positions:
-                copy(refs.positions.at[b, rows], smem.positions)
             if self.near:
                 rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
                 for source, buffers in ((refs.ring_k, smem.k), (refs.ring_v, smem.v)):
@@ -483,11 +452,7 @@ class _Part(NamedTuple):
 
         scores = pl.run_scoped(product, plgpu.ACC((ROWS, block), jnp.float32))
         layout = plgpu.Layout.WGMMA
-        if smem.positions is None:
-            j = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + what.block * block
-        else:
-            held = plgpu.load(smem.positions.at[slot], layout=layout.reduce(0), optimized=False)
-            j = lax.broadcast_in_dim(held, (ROWS, block), [1])
+        j = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + what.block * block
         if self.refs.gains is not None:
             scores, factor = scores * factor + self._block_gains(what, scores.shape), 1.0
         scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)

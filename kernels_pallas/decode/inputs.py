@@ -62,7 +62,6 @@ def check_decode(
     sinks: int = 0,
     window: int = 0,
     block_table: Shaped | None = None,
-    positions: Shaped | None = None,
     block_scores: Shaped | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
@@ -99,14 +98,8 @@ def check_decode(
         common.check_table(block_table, B, k, block)
     elif R:
         common.check_sizes(S=S)
-    if positions is not None:
-        if ring is not None or block_table is not None:
-            raise ValueError("positions: cannot be combined with a ring or a block_table")
-        common.check_integers("positions", positions, (B, S), "B, S")
     if block_scores is not None:
         common.check_shape("block_scores", block_scores, (B, N, None), "B, N, blocks")
-        if positions is not None:
-            raise ValueError("block_scores: cannot be combined with positions")
         if config is not None and config.block != GAIN_BLOCK:
             raise ValueError(f"block={config.block}: must be {GAIN_BLOCK} with block_scores")
 

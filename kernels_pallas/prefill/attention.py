@@ -100,7 +100,6 @@ def prefill_attention(
     keys: Keys = "all",
     near: Trailing | None = None,
     block_table: Int[Array, "B pages"] | None = None,
-    positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
@@ -130,12 +129,8 @@ def prefill_attention(
         `block_scores` a multiple of 64. Only with `keys="far"`.
       block_table: page of each `page size` positions, int32. The page size is a multiple of 64 and of the
         config's block_kv. Entries of pages that no query of the sequence sees may have any value.
-      positions: positions of queries and of keys, in any order, if they are not consecutive (token classes).
-        A negative position marks an absent key. Trailing blocks that no query of a tile sees are skipped, so
-        roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
       block_scores: what scaled scores gain in each block of 64 positions of keys, float32 [B, T, N, blocks],
-        for every block with a visible key. `trailing.start` must then be a multiple of 64. Not with
-        `positions`.
+        for every block with a visible key. `trailing.start` must then be a multiple of 64.
       config: tile sizes; None uses the measured or default ones.
 
     Returns:
@@ -159,7 +154,6 @@ def prefill_attention(
         keys=keys,
         near=near,
         block_table=block_table,
-        positions=positions,
         block_scores=block_scores,
         config=config,
     )
@@ -196,14 +190,10 @@ def prefill_attention(
         scale=scale,
         keys="near" if near_only else keys if near is None else "both",
         two_ranks=two_ranks,
-        positions=positions is not None,
         together=_together(B * N, N // K, S * (R + Z)),
     )
     scalars, q = jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)
     far, own, own_sinks = jax.tree.map(lambda x: common.pad_rows(x, 2), (far, own, own_sinks))
-    bounds = None
-    if positions is not None:
-        positions, bounds = _bounds(positions, g.tiles, config)
     if block_scores is not None:
         # Copied only if the last 64 queries are incomplete: the transposition undoes that of `score_blocks`.
         padded = jnp.pad(block_scores, ((0, 0), (0, -T % ROWS), (0, 0), (0, 0)))
@@ -214,8 +204,6 @@ def prefill_attention(
         far=far,
         near=own,
         sinks=own_sinks,
-        positions=positions,
-        bounds=bounds,
         table=block_table,
         gains=block_scores,
     )
@@ -229,31 +217,6 @@ def _pairs(trailing: Trailing | None) -> tuple[Pair, Pair]:
         return Pair(), Pair()
     k, v, _, *sinks = (x if x is not None and x.shape[-1] else None for x in trailing)
     return Pair(k, v), Pair(*sinks)
-
-
-def _bounds(
-    positions: tuple[Array, Array], tiles: int, config: PrefillConfig
-) -> tuple[tuple[Array, Array], Array]:
-    """Pad positions to whole tiles and blocks, and find the blocks that each tile sees.
-
-    Absent keys get a position after all queries.
-
-    Returns:
-      Positions of queries and of keys, and [B, tiles, 2] numbers of blocks: those before the first that some
-      query does not fully see, and those before the rest that no query sees.
-    """
-    rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
-    queries, keys = (x.astype(jnp.int32) for x in positions)
-    queries = jnp.pad(queries, ((0, 0), (0, tiles * rows - queries.shape[1])), mode="edge")
-    keys = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % block)), constant_values=never)
-    keys = jnp.where(keys < 0, never, keys)
-    tile = queries.reshape(queries.shape[0], tiles, rows)
-    blocks = keys.reshape(keys.shape[0], -1, block)
-    highest = lax.cummax(blocks.max(-1), axis=1)[:, None]
-    lowest = lax.cummin(blocks.min(-1), axis=1, reverse=True)[:, None]
-    by_all = (highest <= tile.min(-1, keepdims=True)).sum(-1)
-    by_any = (lowest <= tile.max(-1, keepdims=True)).sum(-1)
-    return (queries, keys), jnp.stack([by_all, by_any], -1).astype(jnp.int32)
 
 
 def _together(heads: int, groups: int, width: int) -> int:
@@ -290,7 +253,7 @@ def _launch(g: Geometry, config: PrefillConfig, operands: Operands) -> tuple[Arr
 def _kernel(refs: Operands, o_ref: Any, lse_ref: Any, *, g: Geometry, config: PrefillConfig) -> None:
     def run(smem: Buffers) -> None:
         wg = lax.axis_index("wg")
-        item = item_of(g, config, refs.scalars, refs.bounds)
+        item = item_of(g, config, refs.scalars)
 
         @pl.when(wg == config.warpgroups)
         def _() -> None:

@@ -131,8 +131,6 @@ class Consumer(NamedTuple):
 
         t = iota(0) + (self.item.first + self.wg * ROWS)
         j = iota(1) + first_key
-        if g.positions:
-            t, j = self._positions_of(first_key, width)
 
         def near(t, j):
             return (j > t - g.window) | (j < g.sinks)
@@ -155,17 +153,6 @@ class Consumer(NamedTuple):
             tail = _accumulate(state.tail, p.astype(self.dtype), smem.v_tail.at[part])
             state = state._replace(tail=tail)
         return state
-
-    def _positions_of(self, first_key: Array, width: int) -> tuple[Array, Array]:
-        """Return the positions of queries and of `width` keys, each [ROWS, width]."""
-        starts, sizes = (self.item.row + self.wg * ROWS, first_key), (ROWS, width)
-        shape, layout = (ROWS, width), plgpu.Layout.WGMMA
-        loaded = []
-        for axis, (ref, start, size) in enumerate(zip(self.refs.positions, starts, sizes, strict=True)):
-            rows = ref.at[self.item.b, pl.ds(pl.multiple_of(start, 8), size)]
-            values = plgpu.load(rows, layout=layout.reduce(1 - axis), optimized=False)
-            loaded.append(lax.broadcast_in_dim(values, shape, [axis]))
-        return loaded[0], loaded[1]
 
     def _visible(self, t: Array, j: Array, kind: Array) -> Array:
         """Return which keys at positions j are visible to queries at positions t, in a step of this kind."""

@@ -125,7 +125,6 @@ def check_prefill(
     keys: Keys = "all",
     block_table: Shaped | None = None,
     near: "Trailing | None" = None,
-    positions: tuple[Shaped, Shaped] | None = None,
     block_scores: Shaped | None = None,
     config: PrefillConfig | None = None,
 ) -> None:
@@ -160,14 +159,8 @@ def check_prefill(
         common.check_table(block_table, B, k, SMALLEST_BLOCK if config is None else config.block_kv)
     elif R:
         common.check_sizes(S=S)
-    if positions is not None:
-        if block_table is not None:
-            raise ValueError("positions: cannot be combined with a block_table")
-        _check_positions(q, k, positions, keys, trailing)
     if block_scores is not None:
         common.check_shape("block_scores", block_scores, (B, T, N, None), "B, T, N, blocks")
-        if positions is not None:
-            raise ValueError("block_scores: cannot be combined with positions")
         if config is not None and config.block_kv > 2 * GAIN_BLOCK:
             raise ValueError(f"block_kv={config.block_kv}: must be at most 128 with block_scores")
 
@@ -219,12 +212,3 @@ def _check_near(q: Shaped, k: Shaped, v: Shaped, near: Trailing, sinks: int, win
     if near.k.shape[2] != near.v.shape[2]:
         raise ValueError(f"near.v has {near.v.shape[2]} rows: must have as many as near.k, {near.k.shape[2]}")
     common.check_integers("near.start", near.start, (B,), "B")
-
-
-def _check_positions(
-    q: Shaped, k: Shaped, positions: tuple[Shaped, Shaped], keys: Keys, trailing: Trailing | None
-) -> None:
-    if keys != "all" or trailing is not None:
-        raise ValueError(f"positions: need keys='all', not {keys!r}, and cannot be combined with trailing")
-    common.check_integers("positions[0]", positions[0], q.shape[:2], "B, T")
-    common.check_integers("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")

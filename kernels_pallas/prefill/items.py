@@ -29,7 +29,6 @@ class Geometry(NamedTuple):
     scale: float
     keys: Literal["all", "near", "far", "both"]
     two_ranks: bool
-    positions: bool
     together: int
 
 
@@ -92,7 +91,7 @@ class Item(NamedTuple):
         return (self.sink_step == 1) & (step == self.plain)
 
 
-def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> Item:
+def item_of(g: Geometry, config: PrefillConfig, scalars: Any) -> Item:
     """Return this CTA's work: a few heads at a time, longest tiles first."""
     i32, rows = jnp.int32, config.warpgroups * ROWS
     cta = lax.axis_index("cta")
@@ -104,10 +103,6 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
     start, length, base = (scalars[b, i] for i in range(3))
     first = start + tile * rows
     end, zero = jnp.minimum(first + rows, length), jnp.int32(0)
-    if g.positions:
-        by_all, by_any = bounds[b, tile, 0], bounds[b, tile, 1]
-        steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
-        return Item(b, head, tile * rows, first, length, base, *steps)
     begin, plain, mixed, inner, edge, sink_step = steps_of(g, config.block_kv, first, end, base)
     near, near_edge = zero, zero
     if g.keys == "both":

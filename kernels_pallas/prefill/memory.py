@@ -26,8 +26,6 @@ class Operands(NamedTuple):
       far: keys and values; without far keys, near ones with all coordinates.
       near: trailing coordinates of near keys and values, or near keys and values in arrays of their own.
       sinks: like `near`, or like `far` without far keys, of the sinks.
-      positions: positions of queries and of keys.
-      bounds: numbers of blocks that each tile sees (`positions`).
       table: block table.
       gains: block scores, [B, N, blocks, T].
     """
@@ -37,8 +35,6 @@ class Operands(NamedTuple):
     far: Pair
     near: Pair
     sinks: Pair
-    positions: Any
-    bounds: Any
     table: Any
     gains: Any
 

@@ -46,7 +46,7 @@ def integers(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def prefill(R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
+def prefill(R: int, Z: int, H: int = 0, page: int = 0, **options: Any) -> list[Kernel]:
     """Compile prefill of S tokens, in pages if `page` is not 0, with two ranks if `H` is not 0."""
     cache, table = ((99, N, page), integers(1, S // page)) if page else ((1, N, S), None)
     arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
@@ -54,19 +54,18 @@ def prefill(R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, **
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
     options = (NEAR if H else {}) | options
 
-    def f(q, k, v, trailing, positions, table):
+    def f(q, k, v, trailing, table):
         return prefill_attention(
             q,
             k,
             v,
             scale=0.1,
             trailing=trailing,
-            positions=positions,
             block_table=table,
             **options,
         )
 
-    return compiled(f, *arrays, trailing, positions, table)
+    return compiled(f, *arrays, trailing, table)
 
 
 def decode(
@@ -265,12 +264,10 @@ OTHERS: dict[str, Callable[[], list[Kernel]]] = {
     "prefill near 128": lambda: prefill(0, 0, 128),
     "prefill near and far": lambda: prefill_near_and_far(128),
     "prefill near of no sinks": lambda: prefill(0, 0, 128, sinks=0),
-    "prefill by position": lambda: prefill(64, 96, positions=(integers(1, S), integers(1, S))),
     "prefill paged small": lambda: prefill(64, 96, page=64),
     "decode wide": lambda: decode(256, 256),
     "decode wide two ranks": lambda: decode(128, 128, 256),
     "decode near": lambda: decode(0, 0, 256),
-    "decode by position": lambda: decode(64, 96, positions=integers(B, S)),
     "decode paged": lambda: decode(64, 96, cache=(99, N, 256), block_table=integers(B, 32)),
 }
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import attend, check, decode, f64
+from brute_force import check, decode
 
 from kernels_pallas import DecodeConfig, Ring, decode_attention
 from kernels_pallas.decode import attention as decode_kernel
@@ -71,15 +71,6 @@ def test_lowers_near_keys_alone(H, sinks):
     assert lower(f, *args).out_info[0].shape == (2, 8, H)
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_lowers_by_position(block):
-    def f(q, k, v, n, t):
-        return decode_attention(q, k, v, n, scale=1.0, positions=t, config=DecodeConfig(block=block))
-
-    integers = [shape(2, dtype=jnp.int32), shape(2, 300, dtype=jnp.int32)]
-    lower(f, shape(2, 8, 64), shape(2, 4, 300, 64), shape(2, 4, 300, 96), *integers)
-
-
 @pytest.mark.parametrize("page", [64, 128, 256])
 def test_lowers_paged(page):
     def f(q, k, v, n, table):
@@ -108,8 +99,6 @@ def test_lowers_paged(page):
         ({"block_table": TABLE, "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "page size of 80"),
         ({"block_table": shape(3, 4, dtype=jnp.int32)}, "block_table has shape"),
         ({"k": shape(2, 2, 64, 0), "q": shape(2, 4, 0)}, "R=0"),
-        ({"positions": shape(2, 65, dtype=jnp.int32)}, "positions has shape"),
-        ({"positions": shape(2, 64, dtype=jnp.int32), "block_table": TABLE}, "positions: cannot be combined"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
@@ -137,7 +126,7 @@ def test_no_step_is_beyond_the_slots_of_a_row(window, R, near):
 
     def steps(length):
         length = jnp.int32(length)
-        count, step_at = decode_kernel._steps(g, 64, length, length, near and window > 0)
+        count, step_at = decode_kernel._steps(g, 64, length, near and window > 0)
         return [[int(x) for x in step_at(jnp.int32(i)) if x is not None] for i in range(count)]
 
     assert steps(320)[-1][-1] <= 320
@@ -211,33 +200,6 @@ def test_near_keys_alone(H, N, K, sinks, config):
     options = {"scale": H**-0.5, "sinks": sinks, "window": window}
     o = decode_attention(q, k, v, jnp.asarray(LENGTHS), ring=ring, config=config, **options)
     check(*o, *decode(q, k, v, LENGTHS, ring=ring, **options), BF16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
-@pytest.mark.parametrize(("N", "K"), HEADS)
-@pytest.mark.parametrize("config", [None, DecodeConfig(block=128, stages=1, splits=3)])
-def test_by_position(R, Z, N, K, config):
-    # Slots are in random order, some empty, some of future tokens.
-    B, S, rng = len(LENGTHS), 1000, np.random.default_rng(0)
-    q, k, v = draw(0, B, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
-    positions = np.stack([rng.permutation(1100)[:S] for _ in range(B)])
-    positions[rng.random((B, S)) < 0.3] = -1
-    o, lse = decode_attention(
-        q, k, v, jnp.asarray(LENGTHS), scale=R**-0.5, positions=jnp.asarray(positions), config=config
-    )
-    visible = (positions >= 0) & (positions < LENGTHS[:, None])
-
-    def row(b, n):
-        return attend(
-            R**-0.5 * (f64(q[b, n])[None] @ f64(k[b, n // (N // K)]).T),
-            visible[b][None],
-            [(f64(v[b, n // (N // K)]), 1.0)],
-        )
-
-    rows = [[row(b, n) for n in range(N)] for b in range(B)]
-    truth, truth_lse = (np.array([[part[i][0] for part in heads] for heads in rows]) for i in range(2))
-    check(o, lse, truth, truth_lse, BF16)
 
 
 @pytest.mark.gpu

@@ -174,28 +174,6 @@ def test_far_keys_are_visited_where_they_are(seed):
     assert max(unmasked | masked, default=0) < S + block
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_blocks_of_keys_by_position(seed):
-    # All queries see the blocks that are marked so, and no query sees a key of skipped blocks.
-    rng = np.random.default_rng(seed)
-    config = PrefillConfig(block_kv=64, warpgroups=2)
-    queries = np.sort(rng.permutation(900)[:400]) - int(rng.integers(0, 200))
-    keys = np.sort(rng.permutation(900)[:300])
-    if seed % 2:
-        queries = np.concatenate([queries[1::2], queries[::2]])
-        keys[40:90] = rng.permutation(keys[40:90])
-    keys[rng.random(300) < 0.1], keys[250:] = -1, -1
-    positions = jnp.asarray(queries[None]), jnp.asarray(keys[None])
-    (padded, held), bounds = jax.tree.map(np.asarray, prefill_kernel._bounds(positions, 4, config))
-    assert np.array_equal(held[0, :300][keys >= 0], keys[keys >= 0])
-    assert (held[0, :300][keys < 0] > 900).all()
-    for tile, (by_all, by_any) in enumerate(bounds[0]):
-        visible = held[0] <= padded[0, tile * 128 : (tile + 1) * 128, None]
-        assert visible[:, : by_all * 64].all()
-        assert not visible[:, by_any * 64 :].any()
-    assert bounds[0, :, 1].max() <= 4
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.matrix
@@ -290,7 +268,6 @@ def test_by_default_turns_are_taken_where_they_won():
         ({**NEAR, "sinks": 9}, "near.sink_k has 8 rows: needs at least sinks=9"),
         ({**NEAR, "near": NEAR["near"]._replace(sink_v=None)}, "sinks=4: need near.sink_v, not None"),
         ({**NEAR, "near": trailing_shapes(1, 2, 64, 48, 0, 0)}, "near.k"),
-        ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions: cannot be"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):

@@ -47,8 +47,6 @@ def prefill_call(rng: np.random.Generator) -> Call:
     if near:
         heads = [shape(B, K, 64, H - rank) for rank in (R, Z)]
         arrays["trailing"] = Trailing(shape(B, K, M, H - R), shape(B, K, M, H - Z), integers(B), *heads)
-    elif not paged and rng.random() < 0.4:
-        rest |= {"positions": (integers(B, T), integers(B, S))}
     else:
         options["keys"] = str(rng.choice(["all", "far"]))
     return arrays | {name: x for name, x in rest.items() if rng.random() < 0.6}, options
@@ -69,8 +67,6 @@ def decode_call(rng: np.random.Generator) -> Call:
         options = {"sinks": int(rng.choice([0, 4, 64])), "window": block * int(rng.integers(1, 4))}
         M = sum(options.values()) + rng.integers(0, 9)
         arrays["ring"] = Ring(shape(B, K, M, H - R), shape(B, K, M, H - Z))
-    elif not paged and rng.random() < 0.5:
-        arrays["positions"] = integers(B, S)
     if rng.random() < 0.5:
         options["config"] = DecodeConfig(block=block)
     return arrays, options
@@ -173,13 +169,12 @@ def plane(*tokens: int, width: int = 64) -> kernels.Plane:
 
 def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 128, ints: Any = jnp.int32):
     """Return the kernels' refusals of arrays with these sizes and index arrays of dtype `ints`."""
-    at, of_rows = partial(shape, dtype=ints), shape(B, dtype=ints)
+    of_rows = shape(B, dtype=ints)
     q, one, k, held = shape(B, T, N, 64), shape(B, N, 64), shape(B, K, S, 64), plane(B, K, S)
     scores = shape(B, K, S, dtype=jnp.float32)
     return {
         "prefill": kernels.prefill_refusal(q, k, k, starts=of_rows),
         "prefill, lengths": kernels.prefill_refusal(q, k, k, lengths=of_rows),
-        "prefill, positions": kernels.prefill_refusal(q, k, k, positions=(at(B, T), at(B, S))),
         "decode": kernels.decode_refusal(one, k, k, of_rows),
         "coded": kernels.coded_refusal(one, [held], held, of_rows, of_rows),
         "scan": kernels.scan_refusal(one, held, of_rows, of_rows, config=None),

@@ -16,8 +16,6 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
-from zdc_jax.methods.token_classes import Settings
-from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 from zdc_jax.ops import attention as ops
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -131,7 +129,6 @@ def random_calls(rng):
     prefix = [shape(K, S, rank) for rank in (R, Z)]
     rings = [shape(K, sinks + window, H - rank) for rank in (R, Z)]
     cache = PrefixRingState(*prefix, *rings, (sinks, window))
-    segments = [Segment(*prefix, integers(S))]
     halo = [shape(9, K * G, H), *[shape(window + 9, K, H)] * 2, *[shape(sinks, K, H)] * 2]
     near = {"sinks": sinks, "window": window}
     width = (H, H) if sinks or window else (R, Z)
@@ -140,7 +137,6 @@ def random_calls(rng):
     def cached(q, k, v, state, positions, end, scale, implementation):
         return spec.attend(state, q, NewKeys(k), v, positions, end, None, Call(scale, implementation)).o
 
-    by_class = partial(segment_attention, **near)
     return {
         "self_attention": (partial(ops.self_attention, qk_rank=R, v_rank=Z, **near), qkv(9, H, H)),
         "near_attention": (
@@ -148,8 +144,6 @@ def random_calls(rng):
             [*halo, jax.ShapeDtypeStruct((), jnp.int32)],
         ),
         "far_attention": (partial(ops.far_attention, **near), qkv(9, R, Z)),
-        "class prefill": (by_class, [shape(9, K * G, R), integers(9), segments]),
-        "class decode": (by_class, [shape(1, K * G, R), integers(1), segments]),
         "prefill": (cached, [*qkv(9, *width), cache, integers(9), integers()]),
         "decode": (cached, [*qkv(1, *width), cache, integers(1), integers()]),
     }
@@ -224,23 +218,17 @@ def test_model_on_kernels_is_the_model_on_xla(config, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("classes", [False, True])
-def test_every_layer_is_served_by_the_kernels(caplog, classes):
-    # Far attention has both ranks, one, or none, or token classes. Refused calls give a reason.
-    ranks = (LayerRanks(16, 16), LayerRanks(32, 32) if classes else LayerRanks(0, 0), LayerRanks(32, 32))
+def test_every_layer_is_served_by_the_kernels(caplog):
+    # Far attention has both ranks, one, or none. Refused calls give a reason.
+    ranks = LayerRanks(16, 16), LayerRanks(0, 0), LayerRanks(32, 32)
     plan = CompressionPlan(ranks, LLAMA.num_kv_heads, LLAMA.head_dim, sinks=4, window=64)
-    if classes:
-        plan = replace(plan, method="token_classes", settings=Settings(block=32))
     model = bfloat16(TinyModel(LLAMA).model(plan))
     ops._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         generate(model, [[5, 6, 7] * 30], 4)
     messages = {record.getMessage() for record in caplog.records}
-    assert messages == {f"{kind} runs on pallas" for kind in KINDS[: 4 if classes else 2]}
+    assert messages == {f"{kind} runs on pallas" for kind in ("prefill", "decode")}
     generate(model, [[5, 6, 7] * 30], 4, implementation="pallas")
     unaligned = bfloat16(TinyModel(LLAMA).model(replace(plan, window=60)))
     with pytest.raises(NotImplementedError, match="window=60: must be a positive multiple of 64"):
         generate(unaligned, [[5, 6, 7] * 30], 4, implementation="pallas")
-
-
-KINDS = ["prefill", "decode", "class prefill", "class decode"]

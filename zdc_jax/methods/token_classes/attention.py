@@ -1,27 +1,23 @@
 """Attention to the keys of several token classes, and the choice of its implementation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
-    decode_attention,
-    decode_refusal,
     merge_partial,
-    prefill_attention,
-    prefill_refusal,
 )
 from zdc_jax.axes import Array
-from zdc_jax.ops.attention import Implementation, choose_implementation, kernel_refusal
+from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.slots import EMPTY
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
 
 class Segment(NamedTuple):
-    """Keys and values of one token class, in any order; roughly ascending positions are fastest on kernels.
+    """Keys and values of one token class, in any order.
 
     Attributes:
       k: keys, [B, K, S, R].
@@ -62,45 +58,17 @@ def segment_attention(
     Raises:
       NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
-
-    is_decode = q.shape[1] == 1
-
-    def refuse() -> str | None:
-        refusal = decode_refusal if is_decode else prefill_refusal
-        reasons = (kernel_refusal(refusal, _list_operands, q, positions, segment) for segment in segments)
-        return next(filter(None, reasons), None)
-
-    refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": refuse,
-        "cudnn": lambda: "it does not support token classes",
-    }
-    # Kernels and XLA see far keys alone: sinks look like empty slots, and the window like later tokens.
+    no_kernels = "it does not support token classes"
+    choose_implementation(
+        "token classes", implementation, {"pallas": lambda: no_kernels, "cudnn": lambda: no_kernels}
+    )
+    # Attention sees far keys alone: sinks look like empty slots, and the window like later tokens.
     positions = positions - window
     segments = [Segment(k, v, jnp.where(held >= sinks, held, EMPTY)) for k, v, held in segments]
-    kind = "class decode" if is_decode else "class prefill"
-    if choose_implementation(kind, implementation, refusals) == "pallas":
-        return merge_partial([_attend_on_kernel(q, positions, segment, scale) for segment in segments])
     B, T, N, _ = q.shape
     block = query_block(B * N * sum(segment.k.shape[2] for segment in segments), T)
     attend = partial(_attend_on_xla, segments=segments, scale=scale)
     return in_query_blocks(attend, block, q, positions)
-
-
-def _list_operands(q: Array, positions: Array, segment: Segment) -> dict[str, Any]:
-    """Return the arrays of the kernel that attends to one segment, by name."""
-    k, v, held = segment
-    if q.shape[1] > 1:
-        return {"q": q, "k": k, "v": v, "positions": (positions, held)}
-    lengths = positions[:, 0] + 1
-    return {"q": q[:, 0, :, : k.shape[-1]], "k": k, "v": v, "lengths": lengths, "positions": held}
-
-
-def _attend_on_kernel(q: Array, positions: Array, segment: Segment, scale: float) -> tuple[Array, Array]:
-    operands = _list_operands(q, positions, segment)
-    if q.shape[1] > 1:
-        return prefill_attention(**operands, scale=scale)
-    o, lse = decode_attention(**operands, scale=scale)
-    return o[:, None], lse[..., None]
 
 
 def _attend_on_xla(
