@@ -40,7 +40,7 @@ def answers():
     plan = CompressionPlan.uniform(config, qk=32, v=32, sinks=2, window=16)
     settings = settings_from_json("coded", {"bits_k": 4, "bits_v": 4, "bits_near": 8})
     model = tiny.model(replace(plan, method="coded", settings=settings), tiny.basis())
-    model, seen, pack = replace(model, basis=None), [], runner._pack_chunks
+    model, seen, pack = replace(model, basis=None), [], runner.pack_chunks
 
     def watch(chunks, count, width, **options):
         seen.append(width)
@@ -48,6 +48,6 @@ def answers():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "list_widths", lambda most: [32, 48, most])
-        patch.setattr(runner, "_pack_chunks", watch)
+        patch.setattr(runner, "pack_chunks", watch)
         with Engine(model, EngineConfig(max_sequences=2, max_model_len=128, page=16, chunk=64)) as engine:
             yield seen, engine, model, tiny.tokens(100, 100).tolist()
