@@ -30,7 +30,6 @@ from kernels_pallas.quantized.turn_and_store import TurnedQueries as TurnedQueri
 from kernels_pallas.quantized.turn_and_store import Turning as Turning
 from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
-from kernels_pallas.reference import attention_reference as attention_reference
 from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import dequantise_refusal as dequantise_refusal
@@ -48,7 +47,6 @@ from kernels_pallas.rope.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.rope.post_rope import post_rope as post_rope
 from kernels_pallas.rope.score_blocks import score_blocks as score_blocks
 from kernels_pallas.select.largest import largest as largest
-from kernels_pallas.select.largest import largest_reference as largest_reference
 from kernels_pallas.select.scan import ScanConfig as ScanConfig
 from kernels_pallas.select.scan import index_fits as index_fits
 from kernels_pallas.select.scan import index_scores as index_scores

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_references import attention_reference
 
-from kernels_pallas import attention_reference
 from zdc_jax.ops import xla
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.xla import NearKeys, xla_attention

@@ -342,15 +342,7 @@ class SearchFlags:
         """
         chooses_bits = methods.get_search_kind(method) == "bits"
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
-        options = SearchOptions(
-            max_degradation=limit,
-            mode=self.mode,
-            trials=self.trials,
-            objective=self.objective,
-            min_retention=self.min_retention,
-            minutes=self.minutes,
-            on_kernels=self.on_kernels,
-        )
+        options = build_from_flags(SearchOptions, self, max_degradation=limit)
         from convert.search.plots import write_front  # Matplotlib takes a second to import.
 
         (CodedSearch if chooses_bits else Search).check(options)

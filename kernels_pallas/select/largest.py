@@ -285,19 +285,6 @@ def _put_out(o_ref: Any, at: _Buffers, wanted: Array, S: int) -> None:
     o_ref[lax.axis_index("b"), lax.axis_index("kv")] = slots
 
 
-def largest_reference(
-    scores: Float[Array, "B K S"], begin: Int[Array, " B"], end: Int[Array, " B"], *, k: int
-) -> Int[Array, "B K k"]:
-    """Compute `largest` by sorting, for any S and k, on any device."""
-    S = scores.shape[-1]
-    j = jnp.arange(S)
-    counts = (j >= begin[:, None]) & (j < end[:, None])
-    order = jnp.argsort(jnp.where(counts[:, None], _keys(scores), LAST), axis=-1)
-    order = jnp.pad(order, ((0, 0), (0, 0), (0, max(k - S, 0))))[..., :k]
-    wanted = jnp.clip(end, 0, S) - jnp.clip(begin, 0, S)
-    return jnp.sort(jnp.where(jnp.arange(k) < wanted[:, None, None], order, S), axis=-1)
-
-
 class _Search(NamedTuple):
     """Search for the wanted-th of `size` keys that agree with `low` above its lowest `width` bits."""
 

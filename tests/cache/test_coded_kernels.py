@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_references import largest_reference
 
 from kernels_pallas import (
     Parts,
     Plane,
     encode,
-    largest_reference,
     merged_at_once,
     round_tokens,
     turn_and_store,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_references import post_rope_reference
 
-from kernels_pallas.reference import post_rope_reference
 from kernels_pallas.rope.post_rope import PostRopeConfig, post_rope
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_references import largest_reference
 
-from kernels_pallas import largest, largest_reference, select_refusal
+from kernels_pallas import largest, select_refusal
 from kernels_pallas.mgpu_ext import RUN
 from kernels_pallas.select import largest as select
 from kernels_pallas.select.largest import BLOCK, _parts

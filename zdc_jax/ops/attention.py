@@ -2,7 +2,7 @@
 
 Near keys are the sinks and the recent window, {j < sinks} ∪ {t - window < j ≤ t} for a query at position t.
 Far keys are all other j ≤ t. Near keys count with all coordinates; far keys count with the first R (scores)
-and Z (values). One softmax covers both. `kernels_pallas.reference` spells out these semantics.
+and Z (values). One softmax covers both.
 
 Implementations:
 

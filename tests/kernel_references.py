@@ -1,8 +1,10 @@
-"""Plain and slow definitions of what the kernels compute, for tests."""
+"""Plain and slow definitions of what the kernels compute."""
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+from kernels_pallas.select.largest import LAST, _keys
 
 
 def attention_reference(
@@ -77,3 +79,16 @@ def post_rope_reference(
     rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1).astype(q.dtype)
     keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation).astype(k.dtype)
     return rotated, keys[..., :qk_rank], keys[..., qk_rank:]
+
+
+def largest_reference(
+    scores: Float[Array, "B K S"], begin: Int[Array, " B"], end: Int[Array, " B"], *, k: int
+) -> Int[Array, "B K k"]:
+    """Compute `largest` by sorting, for any S and k, on any device."""
+    S = scores.shape[-1]
+    j = jnp.arange(S)
+    counts = (j >= begin[:, None]) & (j < end[:, None])
+    order = jnp.argsort(jnp.where(counts[:, None], _keys(scores), LAST), axis=-1)
+    order = jnp.pad(order, ((0, 0), (0, 0), (0, max(k - S, 0))))[..., :k]
+    wanted = jnp.clip(end, 0, S) - jnp.clip(begin, 0, S)
+    return jnp.sort(jnp.where(jnp.arange(k) < wanted[:, None, None], order, S), axis=-1)
