@@ -7,9 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import (
-    merge_partial,
-)
+from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.slots import EMPTY
