@@ -14,10 +14,7 @@ from zdc_jax import CompressionPlan, generate
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.methods.token_classes import Settings
-from zdc_jax.methods.token_classes.cache import ClassBlocks, Classified, GroupState, classify
-from zdc_jax.model.run_layer import extend_layer
-from zdc_jax.ops import attention as ops
-from zdc_jax.ops.importance import token_importance
+from zdc_jax.methods.token_classes.cache import ClassBlocks, GroupState, classify
 from zdc_jax.parallel.mesh import MeshConfig
 
 BLOCK = 16
@@ -226,73 +223,6 @@ def test_what_classes_cannot_do_is_said(tiny_llama: TinyModel):
         model.hidden(jnp.zeros((1, 8), jnp.int32), "cudnn")
 
 
-ON_KERNELS = [{}, {"window": 64, "sinks": 4}]
-
-
-def half(model):
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.network)
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
-@pytest.mark.parametrize("near", ON_KERNELS)
-@pytest.mark.full
-def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
-    # XLA keeps the projections of a chunk and a token, so each kernel is one of attention.
-    network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
-    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    cache = network.new_cache(batch=2, capacity=128)
-
-    def integers(*dims):
-        return jax.ShapeDtypeStruct(dims, jnp.int32)
-
-    def extend(cache, tokens, end):
-        return network.extend(cache, tokens, end, "pallas")
-
-    for width, kernel in ((80, "zdc_prefill"), (1, "zdc_decode")):
-        traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert kernel in text
-        # Equal layers are one function: rotary embedding, a leader, two of a member, and one of near keys.
-        assert text.count("custom_call @mosaic_gpu") == (5 if near else 4)
-
-
-def replayed(network, x, lse, implementation):
-    """Run one class layer with classes by a given lse: two chunks of a ragged batch, then single tokens."""
-    specs, prompts, T = network.layer_caches, np.array([150, 113]), 160
-    cache = network.new_cache(batch=2, capacity=192)
-    group, layer, states, held = cache.layers[0].group, cache.layers[1], [], np.zeros(2, int)
-    pieces = [(96, np.minimum(prompts, start + 96)) for start in (0, 96)]
-    tokens = [(1, prompts + step + 1) for step in range(T - prompts.max())]
-    for width, end in pieces + tokens:
-        positions, ends = jnp.asarray(held[:, None] + np.arange(width)), jnp.asarray(end)
-        taken = jnp.minimum(positions, T - 1)
-
-        def pick(array, taken=taken):
-            return jnp.take_along_axis(array, taken[..., None], 1)
-
-        importance = token_importance(pick(lse).swapaxes(1, 2))
-        group, slots = classify(group, importance, positions, ends, specs[0].blocks)
-        x_new, aux = pick(x).astype(network.dtype), Classified(group.positions, slots)
-        call = x_new, layer, aux, positions, ends, implementation
-        y, layer, _ = extend_layer(network.layers[1], specs[1], *call)
-        inside = np.asarray(positions) < end[:, None]
-        states.append(np.where(inside[..., None], np.asarray(y, np.float32), 0))
-        held = end
-    return np.concatenate(states, 1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("near", ON_KERNELS)
-def test_class_layer_on_kernels_is_that_on_xla(tiny: TinyModel, near):
-    # The error against float32 is at most twice XLA's in bfloat16, with the same classes.
-    exact = tiny.model(class_plan(tiny, **near))
-    D, N = tiny.config.embed_dim, tiny.config.num_heads
-    x, lse = (jax.random.normal(jax.random.key(i), (2, 160, n)) for i, n in enumerate((D, N)))
-    truth = replayed(exact.network, x, lse, "xla")
-    errors = {name: np.linalg.norm(replayed(half(exact), x, lse, name) - truth) for name in ("xla", "pallas")}
-    assert 0 < errors["pallas"] <= 2 * errors["xla"]
-
-
 IMPOSSIBLE = {
     "group": [0, 1.5],
     "first": [0.0, "a"],
@@ -330,3 +260,10 @@ def test_a_mesh_is_refused(tiny_llama: TinyModel):
     network = tiny_llama.model(class_plan(tiny_llama)).network
     with pytest.raises(NotImplementedError, match="'token_classes': does not run on a mesh; use 'zdc'"):
         network.on_mesh(MeshConfig().create())
+
+
+def test_kernels_refuse_classes_by_name(tiny_llama: TinyModel):
+    network = tiny_llama.model(class_plan(tiny_llama)).network
+    cache = network.new_cache(batch=1, capacity=64)
+    with pytest.raises(NotImplementedError, match="'pallas' cannot serve this call"):
+        network.extend(cache, jnp.zeros((1, 8), jnp.int32), jnp.full(1, 8, jnp.int32), "pallas")
