@@ -10,7 +10,6 @@ from zdc_jax.engine import runner
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.generation.api import generate
-from zdc_jax.methods import settings_from_json
 from zdc_jax.plan import CompressionPlan
 
 
@@ -37,10 +36,8 @@ def answers():
     """Return the widths of an engine's programs in order, the engine, its model and prompts."""
     config = replace(LLAMA, layers=LLAMA.layers[:1])
     tiny = TinyModel(config)
-    plan = CompressionPlan.uniform(config, qk=32, v=32, sinks=2, window=16)
-    settings = settings_from_json("coded", {"bits_k": 4, "bits_v": 4, "bits_near": 8})
-    model = tiny.model(replace(plan, method="coded", settings=settings), tiny.basis())
-    model, seen, pack = replace(model, basis=None), [], runner.pack_chunks
+    model = tiny.model(CompressionPlan.full(config))
+    seen, pack = [], runner.pack_chunks
 
     def watch(chunks, count, width, **options):
         seen.append(width)
