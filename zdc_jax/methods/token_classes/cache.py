@@ -57,12 +57,9 @@ class ClassBlocks:
         return important, self.block - important
 
     def segment_slots(self, capacity: int) -> list[int]:
-        """Return the slots of each segment, for a cache of `capacity` tokens.
-
-        They are rounded up to a multiple of 8, the rows that a GPU copies at a time.
-        """
+        """Return the slots of each segment, for a cache of `capacity` tokens."""
         blocks = -(-capacity // self.block)
-        return [-(-blocks * slots // 8) * 8 for slots in self.slots]
+        return [blocks * slots for slots in self.slots]
 
 
 class GroupState(NamedTuple):
