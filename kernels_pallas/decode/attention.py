@@ -4,6 +4,7 @@
     TMA: q → q_ready; blocks of prefix and ring → ready[slot]   (`stages` in flight)
     each block:  wait ready[slot] → S = Q Kᵀ → online softmax → O += P V → load the next block
     then write the partial output and log-sum-exp; `decode.merge` merges them
+    a part without keys writes only its log-sum-exp
 
 Per far token and KV head the kernel reads 2 (R + Z) bytes and computes 2 G (R + Z) FLOP; near tokens have H
 coordinates instead. It is bound by memory bandwidth, so it maximizes bytes in flight: little shared memory
@@ -14,6 +15,7 @@ the cache is read once. Partial results merge by their log-sum-exp (Flash-Decodi
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -246,7 +248,7 @@ class _Step(NamedTuple):
     high: Any
 
 
-def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, Any]:
+def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, Callable[[Array], _Step]]:
     """Return the number of a sequence's far or near steps, and a function that describes each."""
 
     def down(x):
@@ -336,6 +338,20 @@ class _Part(NamedTuple):
     near: bool
 
     def run(self) -> None:
+        """Compute the part; without keys, only its log-sum-exp is written."""
+        total, step_at = _steps(self.g, self.config.block, self.refs.lengths[self._head()[0]], self.near)
+        parts = self.g.near_parts if self.near else self.g.far_parts
+        share = lax.div(total + (parts - 1), jnp.int32(parts))
+        begin = jnp.minimum((self.part - self.g.far_parts if self.near else self.part) * share, total)
+        end = jnp.minimum(begin + share, total)
+
+        def leave_out() -> None:
+            pl.run_scoped(self._store_nothing, plgpu.SMEM((ROWS,), jnp.float32))
+
+        # Most rows of a large batch may be idle.
+        lax.cond(begin < end, lambda: self._attend(begin, end, step_at), leave_out)
+
+    def _attend(self, begin: Array, end: Array, step_at: Callable[[Array], _Step]) -> None:
         """Accumulate over the part's blocks, then write the weighted values and the log-sum-exp.
 
         The buffers of keys and of results share memory: the first are freed before the second are allocated.
@@ -347,7 +363,7 @@ class _Part(NamedTuple):
         stages, block = self._stages(), self.config.block
         arrivals = len(qk_widths) + len(v_widths)
         accs, m, l = pl.run_scoped(
-            self._accumulate,
+            functools.partial(self._accumulate, begin, end, step_at),
             _Buffers(
                 q=[buffer(ROWS, width, width=qk) for width in qk_widths],
                 k=[buffer(stages, block, width, width=qk) for width in qk_widths],
@@ -374,13 +390,10 @@ class _Part(NamedTuple):
         head = lax.axis_index("head")
         return lax.div(head, jnp.int32(self.g.K)), lax.rem(head, jnp.int32(self.g.K))
 
-    def _accumulate(self, smem: _Buffers) -> tuple[Any, Array, Array]:
+    def _accumulate(
+        self, begin: Array, end: Array, step_at: Callable[[Array], _Step], smem: _Buffers
+    ) -> tuple[Any, Array, Array]:
         g, config, refs, (b, kv) = self.g, self.config, self.refs, self._head()
-        total, step_at = _steps(g, config.block, refs.lengths[b], self.near)
-        parts = g.near_parts if self.near else g.far_parts
-        share = lax.div(total + (parts - 1), jnp.int32(parts))
-        begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)
-        end = jnp.minimum(begin + share, total)
         stages = self._stages()
 
         def slot_of(step):
@@ -477,6 +490,13 @@ class _Part(NamedTuple):
     def _first_row(self, kv: Array) -> Array:
         """Return the first row of a KV head's tile of query heads, which may also contain other groups'."""
         return lax.div(kv * self.g.pitch, jnp.int32(8)) * 8
+
+    def _store_nothing(self, lse: Any) -> None:
+        b, kv = self._head()
+        lse[...] = filled((ROWS,), -jnp.inf, plgpu.Layout.WGMMA.reduce(1))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(lse, self.outputs[1].at[b, kv, self.part])
+        plgpu.wait_smem_to_gmem(0)
 
     def _store(self, accs: Any, m: Array, l: Array, outs: Any, lse: Any) -> None:
         g, (b, kv), (o_ref, lse_ref) = self.g, self._head(), self.outputs

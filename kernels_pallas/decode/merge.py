@@ -29,7 +29,9 @@ from kernels_pallas.triton import check_back_end, plt
 TOGETHER = 16
 """Parts that a program reads at a time."""
 COLUMNS = 16
-"""Coordinates that a program merges. Parts of few sequences are then read by many multiprocessors."""
+"""Fewest coordinates that a program merges. Parts of few sequences are read by many multiprocessors."""
+PROGRAMS = 4096
+"""Number of programs above which each merges more coordinates."""
 
 
 @functools.partial(
@@ -40,7 +42,8 @@ class Parts:
     """Partial attention over P parts of the keys, for G query heads of each of K KV heads.
 
     Attributes:
-      o: outputs, float32 [B, K, P, G, Z], or [B, K, P, Z, at least G] if `transposed`.
+      o: outputs, float32 [B, K, P, G, Z], or [B, K, P, Z, at least G] if `transposed`. Those with a
+        log-sum-exp of -inf have any values.
       lse: natural log-sum-exp, float32 [B, K, P, rows]; the query heads of KV head k begin at row k · pitch
         mod 8.
       order: coordinate of each column of Z; None for the identity.
@@ -71,7 +74,8 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
     weight = jnp.exp(lse - highest)
     total = weight.sum(2)
     partial = parts.o[..., :G].swapaxes(3, 4) if parts.transposed else parts.o
-    o = (partial * weight[..., None]).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
+    weighted = jnp.where(weight[..., None] > 0, partial * weight[..., None], 0.0)
+    o = weighted.sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
     if parts.order is not None:
         o = o[..., np.argsort(parts.order)]
     lse = jnp.log(total) + highest[:, :, 0]
@@ -102,11 +106,14 @@ def _launch(
     B, K = parts[0].o.shape[:2]
     Z = max(each.Z for each in parts)
     places = [None if each.order is None else np.argsort(each.order).astype(np.int32) for each in parts]
+    columns = COLUMNS
+    while columns < Z and B * K * G * pl.cdiv(Z, columns) > PROGRAMS:
+        columns *= 2
     like = jax.ShapeDtypeStruct
     o, lse = pl.pallas_call(
-        functools.partial(_kernel, G=G),
+        functools.partial(_kernel, G=G, count=columns),
         out_shape=(like((copies * B, K * G, Z), dtype), like((B, K * G), jnp.float32)),
-        grid=(B, K * G, pl.cdiv(Z, COLUMNS)),
+        grid=(B, K * G, pl.cdiv(Z, columns)),
         compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,
         name="zdc_merge",
@@ -114,8 +121,10 @@ def _launch(
     return o, lse
 
 
-def _kernel(parts: Sequence[Any], places: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int) -> None:
-    """Merge some coordinates of the parts of one query head."""
+def _kernel(
+    parts: Sequence[Any], places: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int, count: int
+) -> None:
+    """Merge `count` coordinates of the parts of one query head."""
     found = [_Source(*pair) for pair in zip(parts, places, strict=True)]
     b, n = pl.program_id(0), pl.program_id(1)
     kv, member = lax.div(n, jnp.int32(G)), lax.rem(n, jnp.int32(G))
@@ -123,7 +132,7 @@ def _kernel(parts: Sequence[Any], places: Sequence[Any], o_ref: Any, lse_ref: An
     highest = functools.reduce(jnp.maximum, (lse.max() for each in lses for lse in each), jnp.float32(NEVER))
     weights = [[jnp.exp(lse - highest) for lse in each] for each in lses]
     total = functools.reduce(jnp.add, (weight.sum() for each in weights for weight in each))
-    columns = pl.program_id(2) * COLUMNS + lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1)
+    columns = pl.program_id(2) * count + lax.broadcasted_iota(jnp.int32, (1, count), 1)
     sums = (each.results(b, kv, member, columns, weight) for each, weight in zip(found, weights, strict=True))
     o = functools.reduce(jnp.add, sums) / jnp.where(total > 0, total, 1.0)
     of_row, there = columns[0], columns[0] < o_ref.shape[2]
@@ -161,6 +170,6 @@ class _Source(NamedTuple):
         total = jnp.zeros(columns.shape[1], jnp.float32)
         for part, weight in zip(self._some, weights, strict=True):
             at = (columns, member) if self.parts.transposed else (member, columns)
-            mask = there & (part < self.parts.o.shape[2])
+            mask = there & (part < self.parts.o.shape[2]) & (weight > 0)
             total += (weight * plt.load(self.parts.o.at[b, kv, part, *at], mask=mask, other=0.0)).sum(0)
         return total

@@ -11,6 +11,7 @@
         | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
 
     then write the partial output and log-sum-exp; `decode.merge` merges them
+    a part without keys writes only its log-sum-exp
 
 A pass reads one set of keys, for example the near or the far tokens. The passes of a launch have their own
 parts, each with its own CTA.
@@ -304,13 +305,29 @@ def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array) -> No
 
 def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: Buffers) -> None:
     """Compute a part: its share of the blocks of one KV head of one sequence."""
-    head, (o_ref, lse_ref) = lax.axis_index("head"), outputs
-    b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
+    (b, kv), (o_ref, lse_ref) = _find_head(g), outputs
 
     def inside(slot):
         return jnp.clip(slot, 0, g.S)
 
     span = Span.of(g, inside(refs.begin[b]), inside(refs.end[b]), part)
+
+    def attend() -> None:
+        _attend(refs, o_ref, g, part, at, span)
+
+    def leave_out() -> None:
+        at.lse[...] = filled((g.columns,), -jnp.inf, plgpu.Layout.WGMMA.reduce(0))
+        plgpu.commit_smem()
+
+    # Most rows of a large batch may be idle.
+    lax.cond(span.first < span.last, attend, leave_out)
+    plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(refs: Operands, o_ref: Any, g: Geometry, part: Array, at: Buffers, span: Span) -> None:
+    """Compute the output of a part with keys, and leave its log-sum-exp in shared memory."""
+    b, kv = _find_head(g)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
         plgpu.copy_gmem_to_smem(refs.q.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
     for entries, buffer in zip(refs.lists, at.lists, strict=True):
@@ -329,8 +346,12 @@ def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: 
             _store(at, *_accumulate(source, settled))
 
     plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
-    plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
-    plgpu.wait_smem_to_gmem(0)
+
+
+def _find_head(g: Geometry) -> tuple[Array, Array]:
+    """Return the sequence and the KV head of a CTA."""
+    head = lax.axis_index("head")
+    return lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
 
 
 def _accumulate(source: Source, settled: Array) -> tuple[Array, Array, Array]:

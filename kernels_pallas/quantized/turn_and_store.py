@@ -178,7 +178,8 @@ def turn_and_store(
 ) -> tuple[TurnedQueries, Stored, Stored]:
     """Rotate new queries and keys, and store keys and values; other slots keep their contents.
 
-    Each sequence's token goes to its start, if that is below `ends`.
+    Each sequence's token goes to its start, if that is below `ends`. Other sequences are idle: nothing is
+    read or written, and their queries have any values.
 
     Args:
       heads: queries [B, N, H], keys [B, K, H] and values [B, K, Hv] as projected, bfloat16 or float16; or all
@@ -378,10 +379,21 @@ def _launch(
 
 def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: _Stored, g: _Geometry) -> None:
     # `_before` shares memory with `stored`.
+    kv, b, part = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when(refs.starts[b] < refs.ends[b])
+    def _() -> None:
+        _store_share(_Token(b, refs), kv, part, queries, stored, g)
+
+
+def _store_share(
+    token: "_Token", kv: Array, part: Array, queries: Any, stored: Sequence[_Stored], g: _Geometry
+) -> None:
+    """Store one program's share of a new token, or rotate one query head."""
+    refs, K = token.refs, token.refs.q_basis.shape[0]
     q_ref, k_ref, v_ref = refs.heads if len(refs.heads) == 3 else [*refs.heads] * 3
-    kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
     first_k, first_v = (0, 0) if len(refs.heads) == 3 else (K * g.G, K * (g.G + 1))
-    token, (k_stored, v_stored) = _Token(pl.program_id(1), refs), stored
+    k_stored, v_stored = stored
 
     @pl.when(part < g.G)
     def _queries() -> None:
@@ -469,15 +481,14 @@ class _Token(NamedTuple):
         """Return where the new token at its start goes."""
         sinks, window = g.near
         position = self.refs.starts[self.b]
-        new = position < self.refs.ends[self.b]
-        kept, lead, slot = new & (position < g.S), self.b, position
+        kept, lead, slot = position < g.S, self.b, position
         if self.refs.table is not None:
             pool = stored.planes[0].levels.shape
             lead, slot, is_valid = in_pages(self.refs.table, self.b, position, pool)
             kept &= is_valid
         recent = lax.rem(position, jnp.int32(max(window, 1)))
         near_slot = jnp.where(position < sinks, window + position, recent)
-        return _Places((lead, slot), kept, (self.b, near_slot), new if window else new & (position < sinks))
+        return _Places((lead, slot), kept, (self.b, near_slot), (position < sinks) | (window > 0))
 
 
 def _put(places: _Places, kv: Array, x: Array, width: int, form: _Form, stored: _Stored, index: int) -> None:

@@ -6,7 +6,7 @@
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
 then cost 2 H FLOP, three times over, and 4 bytes of the result. A program reads 4 H bytes per block, and each
-query once. A program whose blocks all come after its tokens exits, or writes zeros for a single token.
+query once. A program exits if its blocks all come after its tokens, or if a single token is padding.
 
 For several tokens both factors are sums of two float16 numbers, and three products of these parts are added.
 That has 21 bits, nearly as with TensorFloat32, at half of the instructions and of the shared memory. The
@@ -82,8 +82,8 @@ def score_blocks(
       interpret: whether to run on any device, slowly.
 
     Returns:
-      The scores in float32. For single queries, blocks after the query's own have zeros; else, they are not
-      written and have any values.
+      The scores in float32. Blocks after the query's own, and all blocks of a single query that is padding,
+      are not written and have any values.
 
     Raises:
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
@@ -96,7 +96,7 @@ def score_blocks(
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
-    span = jnp.stack([starts, starts + T if ends is None else ends], 1)
+    span = [x.astype(jnp.int32) for x in (starts, starts + T if ends is None else ends)]
     return pl.pallas_call(
         functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -104,7 +104,7 @@ def score_blocks(
         compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
-    )(span.astype(jnp.int32), q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
+    )(span, q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
 
 
 def split_in_two(x: Float[Array, "..."]) -> list[Array]:
@@ -160,7 +160,7 @@ def check_score_blocks(
 
 
 def _kernel(
-    span_ref: Any,
+    span_refs: Sequence[Any],
     q_ref: Any,
     mean_ref: Any,
     in_block_ref: Any,
@@ -178,7 +178,7 @@ def _kernel(
     n, b = pl.program_id(1), pl.program_id(2)
     kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
     tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
-    start, end = span_ref[b, 0], span_ref[b, 1]
+    start, end = (ref[b] for ref in span_refs)
     own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
     block = first_block + lax.iota(jnp.int32, each)
     distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
@@ -214,17 +214,13 @@ def _kernel(
                 mask = (block < blocks) & (member + column < count)
                 plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros_like(score), mask=mask)
 
-        @pl.when(first_block < own)
+        @pl.when((first_block <= own) & (start < end))
         def _() -> None:
             pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(half))), 1)
             products = multiply(jnp.zeros((1, 1), jnp.int32), True, pairs)
             of_blocks = load_turns(turns_refs[0], pairs)
             parts = ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True))
             store(scale * functools.reduce(jnp.add, parts))
-
-        @pl.when(first_block >= own)
-        def _() -> None:
-            store(jnp.zeros(each, jnp.float32))
 
         return
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)

@@ -18,8 +18,9 @@ def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
     # One part of a row sees nothing, and neither does any part of another head.
     for at in ((0, 1, 0), (1, 2)):
         o[at], lse[at] = 0, -np.inf
+    held = np.where(np.isneginf(lse)[..., None], np.nan, o)  # Kernels do not write them.
     places = rng.permutation(Z) if order else np.arange(Z)
-    held = o[..., places]
+    held = held[..., places]
     if transposed:
         held = np.concatenate([held, rng.normal(size=held.shape)], axis=3).swapaxes(3, 4)
     rows = np.full((B, K, P, 64), np.nan)

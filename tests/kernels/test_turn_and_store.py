@@ -59,7 +59,7 @@ class Case:
             return plane(M, C, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, C), dtype)
 
         self.rings = [ring(H), ring(Hv)]
-        # The second row's token is padding, and the third is a sink.
+        # The second row is idle, and the third one's token is a sink.
         self.starts = np.resize([5 + WINDOW, 100, 2], B)
         self.ends = self.starts + np.resize([1, 0, 1], B)
 
@@ -99,7 +99,8 @@ class Case:
     def check(self, page=0, **options):
         q, (keys, values) = self.run(page, **options)
         exact_q, exact_k = self.exact()
-        near(q.plain, exact_q, self.q.dtype)
+        q = jax.tree.map(lambda x: x[self.ends > self.starts], q)
+        near(q.plain, exact_q[self.ends > self.starts], self.q.dtype)
         self.check_arranged(q)
         v = np.asarray(self.v, np.float64)
         for found, x, planes, ring in zip((keys, values), (exact_k, v), self.planes, self.rings, strict=True):

@@ -360,6 +360,8 @@ def ring_pass(
     keys, values = planes
     B, (_, K, M) = len(positions), values.reach.shape
     stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
+    # A list is read as a whole, so an idle sequence needs an empty range.
+    end = jnp.where(positions[:, 0] >= 0, M, 0)
 
     def of_heads(x: Array) -> Array:
         return jnp.broadcast_to(x[:, None], (B, K, M))
@@ -371,7 +373,7 @@ def ring_pass(
         [keys],
         values,
         zero,
-        zero + M,
+        end,
         slots=slots,
         block_table=table_of_rings(planes, B),
         gains=queries.gains,

@@ -118,7 +118,12 @@ class ShiftedQueries(NamedTuple):
         return score_products(self.products, tables[2], self.positions, scale=scale)
 
     def arranged_scores(
-        self, heads: Float[Array, "B 1 _ H"], *, slots: int, scale: float
+        self,
+        heads: Float[Array, "B 1 _ H"],
+        *,
+        slots: int,
+        scale: float,
+        ends: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B K blocks columns"]:
         """Return `block_scores` of single queries as gains of the kernel for quantized keys.
 
@@ -127,7 +132,7 @@ class ShiftedQueries(NamedTuple):
         """
         tables = self._tables(slots)
         if self._kernel_refusal(*tables, arranged=True) is None:
-            options: dict[str, Any] = {"num_heads": self.q.shape[2], "arranged": True}
+            options: dict[str, Any] = {"num_heads": self.q.shape[2], "arranged": True, "ends": ends}
             return score_blocks(heads, *tables, self.positions[:, 0], scale=scale, **options)
         return arrange_gains(self.block_scores(slots, scale)[:, 0], len(self.mean))
 

@@ -18,6 +18,14 @@ def ring_slot(positions: Int[Array, "*B"], *, sinks: int, window: int) -> Int[Ar
     return jnp.where(positions < sinks, window + positions, positions % max(window, 1))
 
 
+def last_read(positions: Int[Array, "B 1"], end: Int[Array, " B"]) -> Int[Array, "B 1"]:
+    """Return the last position that each single query reads: its own, or -1 in an idle sequence.
+
+    An idle sequence of a batch has an `end` of 0.
+    """
+    return jnp.minimum(positions, end[:, None] - 1)
+
+
 def slot_of_token(
     positions: Int[Array, "B 1"], end: Int[Array, " B"], *, sinks: int, window: int
 ) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:

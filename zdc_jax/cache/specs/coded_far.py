@@ -21,6 +21,7 @@ from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes, rotate_and_store
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.slots import last_read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,9 @@ class CodedFar(NearFar):
                 (q, q_far, q_near), gains, written = stored
                 of_far = ArrangedQueries(q_far, gains)
                 of_near = None if q_near is None else ArrangedQueries(q_near, gains)
-                far, aux = self.far_pass(written.far, q[..., : self.R], positions, call, aux, of_far)
-                near = self.near.decode_stored(written.near, q, positions, call, of_near)
+                last = last_read(positions, end)
+                far, aux = self.far_pass(written.far, q[..., : self.R], last, call, aux, of_far)
+                near = self.near.decode_stored(written.near, q, last, call, of_near)
                 o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
                 return Attended(written, o, lse, aux)
             q, k = k.rotate(q, call.implementation)

@@ -24,7 +24,7 @@ from zdc_jax.ops.cache_attention import (
     takes_kernels,
 )
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.slots import slot_of_token
+from zdc_jax.ops.slots import last_read, slot_of_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class CodedRing(PrefixRing):
     ) -> Attended:
         if q.shape[1] == 1 and self.can_decode_stored(state, q, v, call):
             written = self.write(state, k, v, positions, end)
-            near = self.decode_stored(written, q, positions, call)
+            near = self.decode_stored(written, q, last_read(positions, end), call)
             return Attended(written, *attend_passes(q, near, scale=call.scale), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)

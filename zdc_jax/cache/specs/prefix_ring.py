@@ -36,7 +36,7 @@ from zdc_jax.ops.attention import (
 )
 from zdc_jax.ops.cache_attention import ArrangedQueries
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
+from zdc_jax.ops.slots import last_read, ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
 
@@ -387,7 +387,7 @@ def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
         decode_attention,
         step.written,
         step.q,
-        step.positions,
+        last_read(step.positions, step.end),
         step.scale,
         step.sinks,
         step.window,

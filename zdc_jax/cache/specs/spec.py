@@ -82,7 +82,7 @@ def move_shift(k: NewKeys, call: Call, slots: int, end: Array | None = None) -> 
         return k, call
     on_kernel = call.implementation != "xla"
     scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=end)
-    arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale)
+    arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale, ends=end)
     return k._replace(shift=None), replace(call, block_scores=scores, arranged_scores=arranged)
 
 
