@@ -47,8 +47,8 @@ JUDGED_BOUND = 0.93
 loses a fact, few documents do not show it."""
 SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
-SAFER = (0.6, 0.3)
-"""Shares of the limits that the larger plans of the search use, which are judged if the best one fails."""
+LARGER = (1.12, 1.3)
+"""Bytes of the larger plans of the search, relative to the best one. They are judged if that one fails."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
 JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
@@ -293,7 +293,8 @@ def _search(
     plans = {}
     with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
         plans["searched"] = books.simulated.bind(search.run().plan)
-        plans |= {f"searched, {share:.0%} of the limits": plan for share, plan in search.list_safer(SAFER)}
+        larger = search.list_larger(LARGER)
+        plans |= {f"searched, {factor:.0%} of the bytes": plan for factor, plan in larger}
     for name in FALLBACKS:
         plans[name] = coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
     return dict(sorted(plans.items(), key=lambda item: item[1].bytes(material.context)))

@@ -66,7 +66,7 @@ class Serve:
     max_model_len: Annotated[int | None, show_default("the model's positions")] = None
     cache_tokens: Annotated[int | None, show_default("room for all requests, or what fits")] = None
     chunk: Annotated[int | None, show_default("2,048 to 8,192 on GPUs, by the model; else 512")] = None
-    decode_steps: Annotated[int | None, show_default("4 on GPUs and on a mesh, else 1")] = None
+    decode_steps: Annotated[int | None, show_default("2 or 4 on GPUs, 4 on a mesh, else 1")] = None
     max_waiting: int = 256
     replicas: Annotated[int | None, show_default("one engine in this process")] = None
     drain_seconds: float = 30.0

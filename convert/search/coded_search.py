@@ -217,17 +217,22 @@ class CodedSearch(Search):
             )
         return super().run()
 
-    def list_safer(self, shares: Sequence[float]) -> list[tuple[float, CompressionPlan]]:
-        """Return the smallest simulated plan that uses at most each of these shares of the limits.
+    def list_larger(self, factors: Sequence[float]) -> list[tuple[float, CompressionPlan]]:
+        """Return plans of least predicted loss that store at most these multiples of the best plan's bytes.
 
-        Shares without such a plan are left out. The plans are bound to the model.
+        Only after `run`. The plans are bound to the model. Factors without a larger plan are left out: all of
+        them if no time was left to measure layers.
         """
-        safer = []
-        for share in shares:
-            within = (trial.plan for trial in self.within if self.cost(trial) <= share)
-            if (plan := min(within, key=self.size, default=None)) is not None:
-                safer.append((share, self.books.simulated.bind(plan)))
-        return safer
+        if self.costs is None or self.best is None:
+            return []
+        window, least = self.best.plan.window, self.size(self.best.plan)
+        plans = [self._make_plan(ranks, window) for ranks in self._list_path(self.costs)]
+        larger = []
+        for factor in factors:
+            fitting = (plan for plan in plans if least < self.size(plan) <= factor * least)
+            if (plan := max(fitting, key=self.size, default=None)) is not None:
+                larger.append((factor, plan))
+        return larger
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
         trial = super().try_plan(plan)

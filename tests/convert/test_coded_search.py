@@ -109,6 +109,18 @@ def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
     assert with_price.mean() < without.mean() - 0.03
 
 
+def test_larger_plans_lose_less():
+    book = FakeBook(0)
+    search = CodedSearch(books_of(book), SearchOptions(0.8))
+    best = search.run()
+    larger = search.list_larger((1.0, 1.3, 1.6))
+    assert [factor for factor, _ in larger] == [1.3, 1.6]
+    sizes = [search.size(plan) / search.size(best.plan) for _, plan in larger]
+    assert 1 < sizes[0] <= 1.3 < sizes[1] <= 1.6
+    losses = [best.increase, *(book.measure(plan).increase for _, plan in larger)]
+    assert losses == sorted(losses, reverse=True)
+
+
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
     """Return the book, the result, and the smallest plan on the way that reads everything."""
     book, seen = FakeBook(seed), []

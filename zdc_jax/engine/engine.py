@@ -45,8 +45,8 @@ class EngineConfig:
         that runs alone is read in chunks of up to 8,192.
       decode_steps: decode steps in one program if no prompt is prefilled and no request waits. Their tokens
         are delivered together, and tokens after a stop token are discarded. Default 4 on GPUs and on
-        a mesh, where the host needs longer for a step than the device, and 1 elsewhere. More than one
-        compiles two more programs.
+        a mesh, where the host needs longer for a step than the device. For weights of 8 GB or more on one GPU
+        it is 2, and elsewhere 1. More than one compiles two more programs.
       max_waiting: longest request queue; further requests are refused.
       reuse: share cache pages between requests that start with the same tokens. Methods without pages share
         nothing.

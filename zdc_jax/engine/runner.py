@@ -83,6 +83,9 @@ STEPS = 4
 There the host takes longer to start a step and to send its tokens than GPUs to run it. More steps gain
 little.
 """
+LARGE_WEIGHTS, LARGE_STEPS = 8_000_000_000, 2
+"""Bytes of weights from which a GPU's program has fewer decode steps. Their steps take longer than the host
+needs, and a new request waits for the programs that were started."""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """XLA options for programs with many custom kernels.
 
@@ -99,7 +102,8 @@ class Runner:
       network: network to run.
       layout: layout of its cache.
       chunk: most tokens of a chunk.
-      steps: decode steps of one program; default `STEPS` on GPUs and on a mesh, and 1 elsewhere.
+      steps: decode steps of one program; default `STEPS` on GPUs and on a mesh, `LARGE_STEPS` for large
+        weights on a GPU, and 1 elsewhere.
 
     Attributes:
       layout: layout of the cache.
@@ -119,7 +123,7 @@ class Runner:
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = network.on_all_devices
-        self.steps = steps or (STEPS if self._where or jax.default_backend() == "gpu" else 1)
+        self.steps = steps or choose_decode_steps(self._flat.leaves, on_mesh=self._where is not None)
         self._widths = sorted({min(width, layout.capacity) for width in list_widths(chunk)}, reverse=True)
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
@@ -413,6 +417,16 @@ class Runner:
         """Return the width of the program for a chunk, at most the capacity."""
         fitting = (width for width in self._widths if width >= tokens)
         return min(fitting, default=min(bucket(tokens), self.layout.capacity))
+
+
+def choose_decode_steps(weights: Sequence[Array | jax.ShapeDtypeStruct], *, on_mesh: bool) -> int:
+    """Return the default number of decode steps of one program, for a network's arrays."""
+    if on_mesh:
+        return STEPS
+    if jax.default_backend() != "gpu":
+        return 1
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
+    return STEPS if size < LARGE_WEIGHTS else LARGE_STEPS
 
 
 def _choose_decode_options(network: Transformer, layout: Layout) -> dict[str, Any]:
