@@ -110,7 +110,8 @@ def test_scaled_keys_are_those_of_oscar_free(bits):
     unit = x / length
     paper = length * np.array([[kivi_keys(head, bits) for head in row] for row in unit])
     decoded = decode(code, encode(code, jnp.asarray(x)), C)
-    assert relative_error(decoded, x) <= MORE[bits] * relative_error(paper, x)
+    # Lengths have 16 bits, too.
+    assert relative_error(decoded, x) <= 1.01 * MORE[bits] * relative_error(paper, x)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-36, 1e36])

@@ -239,7 +239,7 @@ def test_calibrating_while_converting(folder, tmp_path, capsys):
     assert f"converted {source} -> {output} (" in out
     assert "worst condition number" in out
     stages = [line.split(":")[0] for line in err.splitlines() if "(100 %)" in line]
-    assert stages == ["layers", "moments", "basis", "profile of layers", "profile of far attention"]
+    assert stages == ["layers", "moments", "profile of layers", "profile of far attention"]
     assert (output / "calibration" / "basis").is_dir()
 
 

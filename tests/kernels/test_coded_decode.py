@@ -466,8 +466,9 @@ def check_passes(it, chosen, listed, configs=CONFIGS):
         )
         apart += coded_parts([plain], scale=SCALE)
     for one, other in zip(coded_parts(passes, scale=SCALE), apart, strict=True):
-        np.testing.assert_array_equal(one.o, other.o)
         np.testing.assert_array_equal(one.lse, other.lse)
+        has_keys = ~np.isneginf(one.lse[..., 0])  # Outputs of other parts have any values.
+        np.testing.assert_array_equal(one.o[has_keys], other.o[has_keys])
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), [SHAPES[1], SHAPES[3]])

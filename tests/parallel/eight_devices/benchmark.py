@@ -121,12 +121,12 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
         return [
             name
             for record in caplog.records
-            for name in ("prompt_layer", "decode")
+            for name in ("prompt_layer", "decode_steps")
             if record.getMessage().startswith(f"Compiling jit({name})")
         ]
 
     side.compile([64], {64: [1, 2]})
-    assert sorted(programs()) == ["decode", "decode", "prompt_layer"]
+    assert sorted(programs()) == ["decode_steps", "decode_steps", "prompt_layer"]
     caplog.clear()
     side.prefill(side.cache(1, 192), jnp.zeros((1, 64), jnp.int32))
     cache, token = side.filled(side.cache(2, 192), 64), jnp.zeros((2, 1), jnp.int32)

@@ -63,5 +63,5 @@ def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
         assert choose_plan(folder / "model", max_degradation=0.5, **asked) is None
     assert [network.payload for network in placed] == ["native", "float8"]
     found = choose_plan(folder / "model", max_degradation=10.0, **asked)
-    assert found.for_model(found.fingerprint) == placed[-1].plan
+    assert found == placed[-1].plan
     assert load(folder / "model", found, mesh=asked["mesh"], payload="float8").network.payload == "float8"
