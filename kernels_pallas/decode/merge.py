@@ -74,7 +74,8 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
     weight = jnp.exp(lse - highest)
     total = weight.sum(2)
     partial = parts.o[..., :G].swapaxes(3, 4) if parts.transposed else parts.o
-    weighted = jnp.where(weight[..., None] > 0, partial * weight[..., None], 0.0)
+    # A weight that is NaN makes the result NaN.
+    weighted = jnp.where(weight[..., None] != 0, partial * weight[..., None], 0.0)
     o = weighted.sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
     if parts.order is not None:
         o = o[..., np.argsort(parts.order)]
@@ -170,6 +171,6 @@ class _Source(NamedTuple):
         total = jnp.zeros(columns.shape[1], jnp.float32)
         for part, weight in zip(self._some, weights, strict=True):
             at = (columns, member) if self.parts.transposed else (member, columns)
-            mask = there & (part < self.parts.o.shape[2]) & (weight > 0)
+            mask = there & (part < self.parts.o.shape[2]) & (weight != 0)
             total += (weight * plt.load(self.parts.o.at[b, kv, part, *at], mask=mask, other=0.0)).sum(0)
         return total

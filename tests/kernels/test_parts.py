@@ -1,5 +1,7 @@
 """Merging of partial results, compared with one float64 softmax; on a CPU, Pallas' interpreter runs it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,16 @@ def check(kinds, **options):
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_is_one_softmax(kinds):
     check(kinds, interpret=True)
+
+
+def test_a_part_without_a_number_makes_the_result_nan():
+    parts, _ = drawn(**KINDS["many parts"][0])
+    broken = replace(parts, lse=parts.lse.at[1, 0, 3].set(jnp.nan))
+    for o, lse in (merged(broken, G, jnp.float32), merged_at_once([broken], G, jnp.float32, interpret=True)):
+        is_nan = np.isnan(o).all(-1)
+        assert is_nan[1, :G].all()
+        np.testing.assert_array_equal(np.isnan(lse), is_nan)
+        assert is_nan.sum() == G
 
 
 def test_copies_of_one_sequence():
