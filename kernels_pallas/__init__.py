@@ -47,6 +47,6 @@ from kernels_pallas.rope.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.rope.post_rope import post_rope as post_rope
 from kernels_pallas.rope.score_blocks import score_blocks as score_blocks
 from kernels_pallas.select.largest import largest as largest
-from kernels_pallas.select.scan import ScanConfig as ScanConfig
-from kernels_pallas.select.scan import index_fits as index_fits
 from kernels_pallas.select.scan import index_scores as index_scores
+from kernels_pallas.select.scan_inputs import ScanConfig as ScanConfig
+from kernels_pallas.select.scan_inputs import index_fits as index_fits

@@ -20,7 +20,7 @@ from kernels_pallas.quantized.turn_and_store import check_turn_and_store
 from kernels_pallas.rope.post_rope import checked_launch
 from kernels_pallas.rope.score_blocks import check_score_blocks
 from kernels_pallas.select.inputs import check_largest
-from kernels_pallas.select.scan import check_scan
+from kernels_pallas.select.scan_inputs import check_scan
 
 
 def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:

@@ -32,7 +32,6 @@ from kernels_pallas import (
     decode_attention,
     prefill_attention,
 )
-from kernels_pallas.decode import attention as decode_kernel
 from kernels_pallas.quantized.inputs import default_config as coded_rule
 from kernels_pallas.tuning import FOLDER, file_of
 from zdc_jax.files import whole_file
@@ -130,7 +129,7 @@ def decode() -> Iterator[dict[str, Any]]:
         arrays = normal(0, B, N, H or R), normal(1, B, N, S, R), normal(2, B, N, S, Z)
         ring = Ring(normal(3, B, N, 520, H - R), normal(4, B, N, 520, H - Z)) if H else None
         near = {"sinks": 4, "window": 512} if H else {}
-        rule = decode_kernel.default_config(B * N, S, R, near.get("window", 0))
+        rule = decode_inputs.default_config(B * N, S, R, near.get("window", 0))
         candidates = [DecodeConfig(block, stages, rule.splits, rule.near_splits) for block, stages in DECODE]
 
         def run(q, k, v, lengths, ring, config, near=near):

@@ -32,7 +32,7 @@ from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOpti
 from convert.search.simulation import Simulation
 from convert.search.trials import Trial, TrialBook
 from kernels_pallas import index_fits, plane_fits
-from kernels_pallas.select.scan import INDEX_BITS
+from kernels_pallas.select.scan_inputs import INDEX_BITS
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.sheets import TaskDocument

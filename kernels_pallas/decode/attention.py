@@ -14,7 +14,6 @@ the cache is read once. Partial results merge by their log-sum-exp (Flash-Decodi
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,32 +27,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
-from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode
+from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode, config_for
 from kernels_pallas.decode.merge import Parts, merged
-from kernels_pallas.tuning import measured
-
-
-def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: int) -> DecodeConfig:
-    """Return the default number of parts, with the measured block size for these widths on this device.
-
-    Blocks divide `window` and `page`, where 0 means none.
-    """
-    default, found = default_config(rows, S, R, window), measured("decode", R=R, Z=Z, H=H)
-    if found is None or math.gcd(window, page) % found["block"]:
-        return default
-    return replace(default, block=found["block"], stages=found["stages"])
-
-
-def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
-    """Return enough parts of `rows` = B·K caches to fill all multiprocessors, at least four blocks each.
-
-    With two ranks, blocks of far keys are small, so more CTAs are needed to saturate memory. With only near
-    keys (R = 0) a part may be a single block.
-    """
-    wanted = (12 if window else 2) * common.SMS // rows
-    if not R:
-        return DecodeConfig(near_splits=max(1, min(wanted, window // 64)))
-    return DecodeConfig(splits=max(1, min(wanted, S // 256)))
 
 
 def decode_attention(

@@ -1,12 +1,14 @@
-"""Arguments of the decode kernel other than q, k and v, and its argument checks."""
+"""Arguments of the decode kernel other than q, k and v, its launch configuration, and its argument checks."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jax import Array
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.tuning import measured
 
 GAIN_BLOCK = 64
 """Consecutive positions of keys whose scores gain the same."""
@@ -50,6 +52,29 @@ class Ring(NamedTuple):
 
     k: Array
     v: Array
+
+
+def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: int) -> DecodeConfig:
+    """Return the default number of parts, with the measured block size for these widths on this device.
+
+    Blocks divide `window` and `page`, where 0 means none.
+    """
+    default, found = default_config(rows, S, R, window), measured("decode", R=R, Z=Z, H=H)
+    if found is None or math.gcd(window, page) % found["block"]:
+        return default
+    return replace(default, block=found["block"], stages=found["stages"])
+
+
+def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
+    """Return enough parts of `rows` = B·K caches to fill all multiprocessors, at least four blocks each.
+
+    With two ranks, blocks of far keys are small, so more CTAs are needed to saturate memory. With only near
+    keys (R = 0) a part may be a single block.
+    """
+    wanted = (12 if window else 2) * common.SMS // rows
+    if not R:
+        return DecodeConfig(near_splits=max(1, min(wanted, window // 64)))
+    return DecodeConfig(splits=max(1, min(wanted, S // 256)))
 
 
 def check_decode(

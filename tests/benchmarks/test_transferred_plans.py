@@ -10,7 +10,7 @@ from conftest import LLAMA
 from benchmarks.model.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
-from zdc_jax.ops import attention, cache_attention
+from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 SMALL = replace(LLAMA, head_dim=64, num_kv_heads=3, num_heads=9, max_positions=8192)
@@ -88,7 +88,7 @@ def test_near_layers_and_those_that_follow_a_choice_stay_so():
 
 @pytest.fixture
 def on_kernels(monkeypatch):
-    for module in (attention, cache_attention):
+    for module in (attention, cache_attention, new_tokens):
         monkeypatch.setattr(module, "device_refusal", lambda x: None)
 
 

@@ -20,7 +20,7 @@ from zdc_jax.cache.paging.pages import Pages
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.hosted_choosing import HostedChoosing
 from zdc_jax.cache.specs.spec import Call
-from zdc_jax.ops import attention, cache_attention
+from zdc_jax.ops import attention, cache_attention, new_tokens
 
 PROMPT, PIECES = (300, 290, 40), ((48, 5, 48), (17, 48, 0))
 """Tokens of each sequence. The first queries of the last sequence have no far token."""
@@ -40,11 +40,12 @@ HEADS = {"MHA": 1, "GQA": G}
 @pytest.fixture
 def plain(monkeypatch):
     """Replace the kernels by plain functions, with few queries at once."""
-    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    for module in (cache_attention, new_tokens):
+        monkeypatch.setattr(module, "device_refusal", lambda q: None)
     monkeypatch.setattr(cache_attention, "coded_parts", decoding.plain_parts)
     monkeypatch.setattr(cache_attention, "index_scores", decoding.plain_scores)
     monkeypatch.setattr(cache_attention, "largest", decoding.largest_reference)
-    monkeypatch.setattr(cache_attention, "encode_refusal", lambda *_, **__: "none here")
+    monkeypatch.setattr(new_tokens, "encode_refusal", lambda *_, **__: "none here")
     monkeypatch.setattr(cache_attention, "AT_ONCE", 4 * B * K * cache_attention.LEAST_NUMBERS * 32)
     attend.clear_cache()
     yield
@@ -189,7 +190,8 @@ def test_no_row_is_copied_out_of_pages_where_kernels_run(plain, T):
 @pytest.mark.full
 def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
     # Lowering for CUDA needs no GPU.
-    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    for module in (cache_attention, new_tokens):
+        monkeypatch.setattr(module, "device_refusal", lambda q: None)
     monkeypatch.setattr(cache_attention, "AT_ONCE", 4 * B * K * cache_attention.LEAST_NUMBERS * 16)
 
     def shape(dtype, *dims):

@@ -27,7 +27,7 @@ from zdc_jax.cache.specs import coded_far
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import Call
-from zdc_jax.ops import attention, cache_attention
+from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys, Turn
 from zdc_jax.ops.shift import ShiftedQueries
 
@@ -131,14 +131,16 @@ def plain_scores(q, index, begin, end, *, scale, block_table=None):
 @pytest.fixture
 def plain(monkeypatch):
     """Replace the kernels by plain functions for decoding only; prompt chunks use none."""
-    monkeypatch.setattr(
-        cache_attention, "device_refusal", lambda q: None if q.ndim == 4 and q.shape[1] == 1 else "no"
-    )
+    for module in (cache_attention, new_tokens):
+        monkeypatch.setattr(
+            module, "device_refusal", lambda q: None if q.ndim == 4 and q.shape[1] == 1 else "no"
+        )
     monkeypatch.setattr(cache_attention, "coded_parts", plain_parts)
     monkeypatch.setattr(cache_attention, "index_scores", plain_scores)
     monkeypatch.setattr(cache_attention, "largest", largest_reference)
-    for kernel in (encode, turn_and_store, merged_at_once, round_tokens):
-        monkeypatch.setattr(cache_attention, kernel.__name__, partial(kernel, interpret=True))
+    monkeypatch.setattr(cache_attention, "merged_at_once", partial(merged_at_once, interpret=True))
+    for kernel in (encode, turn_and_store, round_tokens):
+        monkeypatch.setattr(new_tokens, kernel.__name__, partial(kernel, interpret=True))
     attend.clear_cache()
     yield
     attend.clear_cache()

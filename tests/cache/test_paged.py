@@ -21,7 +21,7 @@ from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops import attention, cache_attention
+from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.xla import xla_attention
 from zdc_jax.plan import CompressionPlan
@@ -181,7 +181,8 @@ def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window, block_s
 @pytest.mark.matrix("129-False")
 @pytest.mark.full
 def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
-    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    for module in (cache_attention, new_tokens):
+        monkeypatch.setattr(module, "device_refusal", lambda q: None)
     monkeypatch.setattr(cache_attention, "dequantise", partial(dequantise, interpret=True))
     monkeypatch.setattr(cache_attention, "prefill_attention", far_prefill)
     spec, rng = SPECS["coded"], np.random.default_rng(seen)
@@ -220,7 +221,8 @@ def test_far_attention_is_told_where_padding_begins(monkeypatch):
 
 
 def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
-    monkeypatch.setattr(cache_attention, "device_refusal", lambda q: None)
+    for module in (cache_attention, new_tokens):
+        monkeypatch.setattr(module, "device_refusal", lambda q: None)
     spec, table = SPECS["coded"], jnp.zeros((B, CAPACITY // PAGE), jnp.int32)
     state = Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY)
     state = replace(state, far=jax.tree.map(lambda pool: Pages(pool, table), state.far))

@@ -19,7 +19,8 @@ from kernels_pallas import Plane, ScanConfig, index_scores, scan_refusal
 from kernels_pallas.common import LOG2_E
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.select import scan as coded_scan
-from kernels_pallas.select.scan import BLOCKS, LARGEST, _rounded, default_scan_config
+from kernels_pallas.select.scan import LARGEST, _rounded
+from kernels_pallas.select.scan_inputs import BLOCKS, default_scan_config
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 HEADS = [(3, 3), (8, 2), (14, 2), (16, 1)]

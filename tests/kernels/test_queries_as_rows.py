@@ -17,7 +17,8 @@ from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.quantized import key_blocks
 from kernels_pallas.select import largest as select
 from kernels_pallas.select import scan as coded_scan
-from kernels_pallas.select.scan import SAMPLE_BLOCK, _rounded
+from kernels_pallas.select.scan import _rounded
+from kernels_pallas.select.scan_inputs import SAMPLE_BLOCK
 from zdc_jax.ops import cache_attention
 
 B, T, K, S, SINKS, WINDOW, COUNT, SCALE = 3, 3, 2, 384, 3, 2, 128, 0.2

@@ -13,7 +13,7 @@ from kernels_pallas.quantized.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.paging.pages import in_pages, pools_of
-from zdc_jax.ops.cache_attention import encode_with_kernel
+from zdc_jax.ops.new_tokens import encode_with_kernel
 
 
 @dataclass(frozen=True)

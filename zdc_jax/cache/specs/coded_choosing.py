@@ -19,7 +19,7 @@ from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
 from kernels_pallas import CodedPass, Plane
-from kernels_pallas.select.scan import in_sample
+from kernels_pallas.select.scan_inputs import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import (
     Code,

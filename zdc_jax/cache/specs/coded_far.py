@@ -19,8 +19,9 @@ from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes, rotate_and_store
+from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.new_tokens import rotate_and_store
 from zdc_jax.ops.slots import last_read
 
 

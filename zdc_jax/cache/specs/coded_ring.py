@@ -19,11 +19,11 @@ from zdc_jax.ops.cache_attention import (
     attend_passes,
     coded_decode_refusal,
     ring_pass,
-    round_with_kernel,
     table_of_rings,
     takes_kernels,
 )
 from zdc_jax.ops.new_keys import NewKeys
+from zdc_jax.ops.new_tokens import round_with_kernel
 from zdc_jax.ops.slots import last_read, slot_of_token
 
 
