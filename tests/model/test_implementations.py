@@ -163,7 +163,7 @@ def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
                 served.setdefault(kind, []).append(False)
             else:
                 served.setdefault(kind, []).append(True)
-    assert len(served) == 7
+    assert len(served) == 5
     for kind, seen in served.items():
         assert 3 < sum(seen) < 37, kind
 
