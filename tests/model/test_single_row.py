@@ -24,4 +24,6 @@ def test_it_gives_what_one_of_two_equal_rows_gives(name):
     text = jnp.asarray(np.tile(model.tokens(1, PIECE + TOKENS), (2, 1)))
     cache = network.new_cache(batch=2, capacity=PIECE + TOKENS)
     _, cache = network.extend(cache, text[:, :PIECE], jnp.full(2, PIECE))
-    assert_one_of_two(network, cache, text[:, PIECE:])
+    # Rounding to 16 bits may flip a level of a new token; of four levels, each is a quarter of the range.
+    tolerance = 2**-3 if name == "oscar without a window" else 2**-5
+    assert_one_of_two(network, cache, text[:, PIECE:], tolerance)

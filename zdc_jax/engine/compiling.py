@@ -2,10 +2,12 @@
 
 import itertools
 import logging
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 from jax.stages import Compiled, Lowered
 
 logger = logging.getLogger("zdc_jax.engine")
@@ -15,7 +17,10 @@ Lowering = Callable[[], Lowered]
 
 
 def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
-    """Compile programs and log each of them, since all together take up to minutes."""
+    """Compile programs and log each of them, since all together take up to minutes.
+
+    An interrupt waits for the programs that are being compiled. From then on SIGINT ends the process.
+    """
     counter = itertools.count(1)
 
     def compile_one(name: str, lowered: Lowered) -> Compiled:
@@ -27,8 +32,14 @@ def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
 
     # XLA compiles without Python's lock, so the next program is lowered meanwhile.
     threads = ThreadPoolExecutor()
+    slow = "" if jax.default_backend() == "gpu" else "; without a GPU this takes minutes"
+    logger.info("compiling %d programs%s", len(lowerings), slow)
     try:
         futures = {name: threads.submit(compile_one, name, lower()) for name, lower in lowerings.items()}
         return {name: future.result() for name, future in futures.items()}
+    except KeyboardInterrupt:
+        logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise
     finally:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
