@@ -204,6 +204,8 @@ def compress(
             watch(f"converting {source}")
             convert(source, output, overwrite=overwrite)
         checkpoint = Checkpoint.open(output)
+        if (positions := checkpoint.config.max_positions) < options.context:
+            watch(f"context of {positions:,} tokens, the model's positions, instead of {options.context:,}")
         try:
             materials = {split: _prepare(checkpoint, documents, options, split) for split in JUDGED_SPLITS}
         except ZDCError:

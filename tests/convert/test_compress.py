@@ -70,6 +70,12 @@ def test_the_smallest_plan_that_holds_is_stored_and_found(few, tmp_path, capsys)
     assert "pass --overwrite to replace it" in capsys.readouterr().err
 
 
+def test_a_context_beyond_the_model_is_lowered_and_said(few, tmp_path):
+    said: list[str] = []
+    compress(SOURCE, tmp_path / "model", options=replace(OPTIONS, context=1 << 20), watch=said.append)
+    assert "context of 2,048 tokens, the model's positions, instead of 1,048,576" in said
+
+
 def test_a_plan_that_fails_the_judgement_gives_way_to_more_bits(few, tmp_path):
     few["searched"] = 0.02
     outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS)
