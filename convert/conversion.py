@@ -30,8 +30,8 @@ MAX_SPARE_TOKENS = 1024
 
 def open_source(path: Path) -> Source:
     """Open a `.gguf` file or a Hugging Face folder."""
-    if not path.exists():
-        raise ConversionError(f"{path} does not exist; give a Hugging Face folder or a GGUF file")
+    if path.suffix == ".gguf" and not path.exists():
+        raise ConversionError(f"{path} does not exist; give a GGUF file or a Hugging Face folder")
     return GGUFFile(path) if path.is_file() or path.suffix == ".gguf" else HFFolder(path)
 
 

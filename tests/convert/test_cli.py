@@ -301,6 +301,7 @@ def test_inspect_checks_hashes(folder, capsys):
     ("arguments", "named"),
     [
         (["convert", "{}/nowhere", "{}/out"], "is not a folder"),
+        (["convert", "{}/no.gguf", "{}/out"], "no.gguf does not exist; give a GGUF file or"),
         (["convert", "{}/hf", "{}/model"], "--overwrite"),
         (["generate", "{}/hf", "w3"], "zdc convert"),
         (["plan", "{}/model", "{}/plan.json", "--qk", "17"], "--qk 17"),

@@ -259,7 +259,7 @@ def test_missing_fields_are_named(name, field, tmp_path, monkeypatch):
         (lambda p: (p / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda p: (p / "config.json").write_text('{"a":' * 10**5), "cannot read .*nested too deep"),
         (lambda p: (p / "config.json").write_text("[]"), "must contain a JSON object, found list"),
-        (lambda p: p.rename(p.parent / "gone"), "hf does not exist; give"),
+        (lambda p: p.rename(p.parent / "gone"), "hf is not a folder"),
     ],
 )
 def test_unreadable_configs_are_refused(change, message, tmp_path, monkeypatch):
