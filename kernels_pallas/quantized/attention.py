@@ -11,7 +11,7 @@
         | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
 
     then write the partial output and log-sum-exp; `decode.merge` merges them
-    a part without keys writes only its log-sum-exp
+    in launches of several passes, a part without keys writes only its log-sum-exp
 
 A pass reads one set of keys, for example the near or the far tokens. The passes of a launch have their own
 parts, each with its own CTA.
@@ -260,7 +260,9 @@ def _kernel(*refs: Any, passes: Sequence[Geometry]) -> None:
     """Run one CTA: a part of one pass. The operands of all passes come first, then two outputs of each."""
     inputs, outputs = refs[: len(passes)], refs[len(passes) :]
     each = zip(inputs, outputs[::2], outputs[1::2], passes, strict=True)
-    runs = [(g.parts, functools.partial(_run, operands, pair, g)) for operands, *pair, g in each]
+    # A condition in a launch of a single pass over pages would take 157 instead of 128 registers.
+    run = functools.partial(_run, skips=len(passes) > 1)
+    runs = [(g.parts, functools.partial(run, operands, pair, g)) for operands, *pair, g in each]
     _run_one(runs, lax.axis_index("part"))
 
 
@@ -276,12 +278,12 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
         run(part)
 
 
-def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array) -> None:
-    """Run a part of a pass in buffers that other passes do not need."""
+def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, skips: bool) -> None:
+    """Run a part of a pass in buffers that other passes do not need; `skips` leaves out empty parts."""
     planes, Z = len(g.widths), g.widths[-1]
     sizes = [C * b // 8 for C, b in zip(g.widths, g.bits, strict=True)]
     pl.run_scoped(
-        functools.partial(_part, refs, outputs, g, part),
+        functools.partial(_part, refs, outputs, g, part, skips),
         Buffers(
             q=[
                 # Copies must begin at whole tiles.
@@ -303,7 +305,7 @@ def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array) -> No
     )
 
 
-def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: Buffers) -> None:
+def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, skips: bool, at: Buffers) -> None:
     """Compute a part: its share of the blocks of one KV head of one sequence."""
     (b, kv), (o_ref, lse_ref) = _find_head(g), outputs
 
@@ -319,8 +321,10 @@ def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, at: 
         at.lse[...] = filled((g.columns,), -jnp.inf, plgpu.Layout.WGMMA.reduce(0))
         plgpu.commit_smem()
 
-    # Most rows of a large batch may be idle.
-    lax.cond(span.first < span.last, attend, leave_out)
+    if skips:  # Most rows of a large batch may be idle.
+        lax.cond(span.first < span.last, attend, leave_out)
+    else:
+        attend()
     plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
     plgpu.wait_smem_to_gmem(0)
 
