@@ -19,7 +19,7 @@ Lowering = Callable[[], Lowered]
 def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
     """Compile programs and log each of them, since all together take up to minutes.
 
-    An interrupt waits for the programs that are being compiled. From then on SIGINT ends the process.
+    An interrupt waits for the programs that are being compiled. Meanwhile SIGINT ends the process.
     """
     counter = itertools.count(1)
 
@@ -39,7 +39,9 @@ def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
         return {name: future.result() for name, future in futures.items()}
     except KeyboardInterrupt:
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        threads.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGINT, before)
         raise
     finally:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
