@@ -65,7 +65,7 @@ def test_a_step_of_a_small_model_on_a_gpu_reads_more_tokens(monkeypatch):
 def test_widths_on_a_gpu_have_little_padding(monkeypatch):
     assert list_widths(512) == [32, 64, 128, 256, 512]
     monkeypatch.setattr(chunks.jax, "default_backend", lambda: "gpu")
-    assert list_widths(2048) == [128, 256, 512, 768, 1024, 1536, 2048]
+    assert list_widths(2048) == [128, 256, 512, 768, 1024, 1280, 1536, 2048]
     assert list_widths(768 * 4 // 3) == [128, 256, 512, 768, 1024]
     assert list_widths(64) == [64]
 

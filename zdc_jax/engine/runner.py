@@ -72,8 +72,8 @@ LONGEST_OF_SEVERAL = 2048
 """Most tokens of each of several chunks in one program."""
 ALONE = 8192
 """Tokens of the longest chunk on GPUs if nothing else runs."""
-FEW_ROWS = (1, 8)
-"""Numbers of sequences that have programs of several decode steps of their own.
+FEW_ROWS = (1, 8, 16, 32)
+"""Numbers of sequences that have programs of several decode steps of their own (decision 0023).
 
 A step computes all its sequences, active or not.
 """

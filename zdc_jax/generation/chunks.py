@@ -33,7 +33,7 @@ MEMORY_SHARE = 0.25
 """Share of the free memory that one call may need."""
 SMALLEST_ON_GPU = 128
 """Smallest padded chunk of an engine on a GPU. Shorter chunks take as long, since weights are read anyway."""
-BETWEEN_POWERS = (768, 1536)
+BETWEEN_POWERS = (768, 1280, 1536)
 """Padded widths of an engine's chunks on a GPU in addition to powers of two. Each costs compile time."""
 SMALLEST_BUCKET = 32
 """Smallest padded chunk; chunks are padded to powers of two, so that new lengths rarely recompile."""
