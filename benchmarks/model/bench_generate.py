@@ -12,7 +12,7 @@ the same shape.
 The first call of each shape compiles and is not counted. Our times are those of `Generation.timings`. The
 times of vLLM are the request metrics of `LLM.generate`: from arrival to the first token, and from the first
 to the last token. No side shares prefixes between calls. `fits` is the number of sequences whose caches the
-memory holds.
+memory holds, and `bytes` the share of the bytes of a 16-bit cache.
 """
 
 import json
@@ -79,6 +79,7 @@ def run_ours(side: Side, options: Options) -> None:
     """Time `zdc_jax.generate` on one side and print a row for each length and batch."""
     from benchmarks.model.models import fits, load_side
     from zdc_jax.generation.api import generate
+    from zdc_jax.plan import CompressionPlan
 
     send("environment", environment())
     model = load_side(
@@ -87,10 +88,12 @@ def run_ours(side: Side, options: Options) -> None:
         plan=options.plan if side == "ours-plan" else None,
         layers=options.layers,
     )
+    full = CompressionPlan.full(model.config)
     for length in options.lengths:
         most = fits(model.plan, tokens=length + options.tokens, share=1 - STEP_SHARE)
+        share = model.plan.bytes(length) / full.bytes(length)
         for sequences in options.sequences:
-            row = {"side": side, "tokens": length, "sequences": sequences, "fits": most}
+            row = {"side": side, "tokens": length, "sequences": sequences, "fits": most, "bytes": share}
             if sequences > most:
                 send("row", row)
                 continue
