@@ -29,7 +29,7 @@ def block_rows(block: Any, M: int, C: int, bits: int) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_raw(M, C, bits))
     def read(_: Any, block: Any) -> Any:
-        thread = _thread()
+        thread = mgpu.utils.thread_idx()
         # Each of the four warps has sixteen rows.
         warp, quad = arith.divui(thread, _int(32)), arith.remui(arith.divui(thread, _int(QUAD)), _int(8))
         first = arith.addi(_times(warp, 16), quad)
@@ -107,7 +107,7 @@ def _read(store: Any, rows: list[Any], M: int, C: int, bits: int) -> Any:
 
 def _quarter(row: Any, bits: int) -> list[Any]:
     """Load this thread's share of a plane's row, `bits` bits; the rest of the last word is arbitrary."""
-    thread = arith.remui(_thread(), _int(QUAD))
+    thread = arith.remui(mgpu.utils.thread_idx(), _int(QUAD))
     begin, size = arith.divui(_times(thread, bits), _int(8)), -(-bits // 8)
     if bits % 8 == 0:
         return _words(_at(row, begin), size, next(piece for piece in PIECES if size % piece == 0))
@@ -130,15 +130,6 @@ def _words(begin: Any, size: int, piece: int) -> list[Any]:
         load = arith.extui(i32, llvm.load(narrow, _at(begin, _int(at))))
         words[at // 4] = arith.ori(words[at // 4], arith.shli(load, _int(8 * (at % 4))))
     return words
-
-
-def _thread() -> Any:
-    """Return the index of this thread, read anew each time.
-
-    Otherwise the compiler would keep addresses in registers through a loop, at the cost of a CTA.
-    """
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
 def _times(x: Any, factor: int) -> Any:
