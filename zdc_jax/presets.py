@@ -70,7 +70,7 @@ def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
     """Return the plan of a preset for a model.
 
     - `8bit`: keys and values in 8 bits, without calibration.
-    - `4bit`: keys and values in 4 bits, in the calibrated basis if there is one.
+    - `4bit`: keys and values in 4 bits, keys of small heads in 5, in the calibrated basis if there is one.
     - `3bit`: a quarter of the coordinates of keys in 5 bits, or 4 for small heads, and the others and values
       in 3, in the calibrated basis.
     - `small`: the judged plan that `zdc compress` stored in the folder.
@@ -126,10 +126,11 @@ def _read_basis(checkpoint: Checkpoint) -> Basis | None:
 def preset_settings(name: str, head_dim: int) -> dict[str, int]:
     """Return the settings of method `coded` that `8bit`, `4bit` or `3bit` stands for, without `bits_near`."""
     index = head_dim // INDEX_SHARE // KERNEL_COORDINATES * KERNEL_COORDINATES
-    bits_index = 5 if head_dim >= 128 else 4  # The scales of small heads take more of the bytes.
+    is_small = head_dim < 128
+    bits_index = 4 if is_small else 5  # The scales of small heads take more of the bytes.
     values: dict[str, dict[str, int]] = {
         "8bit": {"bits_k": 8, "bits_v": 8},
-        "4bit": {"bits_k": 4, "bits_v": 4},
+        "4bit": {"bits_k": 5 if is_small else 4, "bits_v": 4},
         "3bit": {"index": index, "bits_index": bits_index, "bits_k": 3, "bits_v": 3},
     }
     return values[name]
