@@ -263,21 +263,22 @@ def one_plan() -> str:
     return table(heads, lines, "one-plan-h100", *(f"{folder}coded-{MODEL}" for folder in SETS.values()))
 
 
-SIDES = {"ours-16": "16 bits", "ours-plan": "plan, 20 % of the bytes", "vllm-16": "vLLM, 16 bits"}
-"""Sides of `benchmarks.model.bench_generate` in the words of the table."""
+SIDES = {"ours-16": "16 bits", "ours-plan": "plan, {:.0%} of the bytes", "vllm-16": "vLLM, 16 bits"}
+"""Sides of `benchmarks.model.bench_generate` in the words of the table, with their share of the bytes."""
 
 
 def generate_times() -> str:
     """Return one sequence of the 8B shape, through `generate` and vLLM, by prompt length."""
-    name = "generate-8b-shape-h100"
+    name = "generate-8b-shape-h200"
     rows = {(row["side"], row["tokens"]): row for row in read(name)["results"] if row["sequences"] == 1}
     lines = []
     for tokens in sorted({tokens for _, tokens in rows}):
         for side, label in SIDES.items():
             row = rows[side, tokens]
-            first, token = median(row["first_token"]), 1e3 * median(row["token"])
-            lines.append(f"{tokens:,} | {label} | {first:.2f} | {token:.2f} | {row['fits']}")
-    return table("tokens | cache | TTFT, s | TPOT, ms | sequences that fit", lines, name)
+            cache = label.format(row.get("bytes", 1)).replace("%", " %", 1)
+            first, token = (1e3 * median(row[kind]) for kind in ("first_token", "token"))
+            lines.append(f"{tokens:,} | {cache} | {first:,.0f} | {token:.2f} | {row['fits']}")
+    return table("tokens | cache | TTFT, ms | TPOT, ms | sequences that fit", lines, name)
 
 
 def one_plan_on_mesh(name: str) -> str:

@@ -1,7 +1,7 @@
 """Time to first token and time per output token of `generate`, compared with vLLM.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.model.bench_generate \
-        --plan benchmarks/plans/smollm2-135m-8192.json --lengths 8192 32768 131072
+        --plan benchmarks/plans/qwen2.5-coder-1.5b-8192.json --lengths 8192 32768 131072
 
 Sides: `ours-16` (16-bit cache), `ours-plan` (a plan), `vllm-16` and `vllm-fp8` (vLLM with a 16-bit and a
 float8 cache). Each side runs in a process of its own, one after another on the same GPU. With `--shape` the
@@ -59,7 +59,7 @@ class Options:
     tokens: int = 64
     repeats: int = 5
     layers: int | None = None
-    name: str = "generate-8b-shape-h100"
+    name: str = "generate-8b-shape-h200"
     results: Path = RESULTS
     worker: Side | None = None
 
