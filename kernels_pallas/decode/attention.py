@@ -29,6 +29,7 @@ from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
 from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode, config_for
 from kernels_pallas.decode.merge import Parts, merged
+from kernels_pallas.lowering import lower_once
 
 
 def decode_attention(
@@ -90,7 +91,7 @@ def decode_attention(
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "config"))
+@lower_once("scale", "sinks", "window", "config")
 def decode_parts(
     q: Float[Array, "B N Hq"],
     k: Float[Array, "... K S R"],

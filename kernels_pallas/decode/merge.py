@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from kernels_pallas.common import NEVER
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.triton import check_back_end, plt
 
 TOGETHER = 16
@@ -63,7 +64,7 @@ class Parts:
         return self.o.shape[3 if self.transposed else 4]
 
 
-@functools.partial(jax.jit, static_argnames=("G", "dtype"))
+@lower_once("G", "dtype")
 def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Merge the parts; return attention and its natural log-sum-exp, zeros and -inf without visible keys."""
     (B, K), lse = parts.o.shape[:2], parts.lse[..., :G]
@@ -100,7 +101,7 @@ def merged_at_once(
     return _launch(tuple(parts), G=G, dtype=jnp.dtype(dtype), copies=copies, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("G", "dtype", "copies", "interpret"))
+@lower_once("G", "dtype", "copies", "interpret")
 def _launch(
     parts: tuple[Parts, ...], *, G: int, dtype: jnp.dtype, copies: int, interpret: bool
 ) -> tuple[Array, Array]:

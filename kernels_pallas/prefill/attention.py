@@ -37,6 +37,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import check_scale
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.consumer import Consumer, attend
 from kernels_pallas.prefill.inputs import (
     GAIN_BLOCK,
@@ -85,7 +86,7 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"{R=}, {Z=}, {H=}, {HV=}: no tile fits into shared memory; widths must be smaller")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
+@lower_once("scale", "sinks", "window", "keys", "config")
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],

@@ -41,6 +41,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.decode.merge import Parts, merged
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import (
     BLOCK,
     CodedConfig,
@@ -161,7 +162,7 @@ def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
     return _Arrays(q, arrays, begin, end, slots, block_table, gains, blocks), form
 
 
-@functools.partial(jax.jit, static_argnames=("forms", "scale"))
+@lower_once("forms", "scale")
 def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) -> list[Parts]:
     """Launch `coded_parts` on checked arguments."""
     prepared = [_prepare(*each, scale) for each in zip(passes, forms, strict=True)]

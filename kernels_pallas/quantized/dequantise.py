@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
@@ -94,7 +95,7 @@ def check_dequantise(
         raise ValueError(f"dtype={jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "widths", "dtype", "interpret"))
+@lower_once("bits", "widths", "dtype", "interpret")
 def _launch(
     arrays: Sequence[Sequence[Arrays]],
     ends: Array,

@@ -28,6 +28,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
@@ -108,7 +109,7 @@ def check_encode(
         common.check_integers(name, row, (B,), "B")
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+@lower_once("bits", "interpret")
 def _launch(
     x: tuple[Array, ...],
     arrays: Sequence[Sequence[Arrays]],

@@ -24,6 +24,7 @@ from jaxtyping import Float, UInt8
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.encode import coded, packed
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.quantized.unpack import BITS
@@ -86,7 +87,7 @@ def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
             raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+@lower_once("bits", "interpret")
 def _launch(x: tuple[Array, ...], *, bits: int, interpret: bool) -> list[Rounded]:
     """Launch `round_tokens` on checked arguments."""
     B, T, K, _ = x[0].shape

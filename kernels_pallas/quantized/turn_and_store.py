@@ -38,6 +38,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.encode import coded_token, packed
 from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
 from kernels_pallas.quantized.queries import PlaneForm, columns_of, place_of
@@ -329,7 +330,7 @@ def _stored(form: _Form, arrays: _Stored) -> Stored:
     return Stored(planes, ring if form.ring == 16 else Plane(ring.levels, ring.reach, form.ring))
 
 
-@functools.partial(jax.jit, static_argnames=("forms", "near", "interpret"))
+@lower_once("forms", "near", "interpret")
 def _launch(
     heads: list[Array],
     turning: Turning,

@@ -40,6 +40,7 @@ from jaxtyping import Float
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped, tile_width, tiled
+from kernels_pallas.lowering import lower_once
 
 TILE_TOKENS = 64
 """Tokens of one tile, all of one sequence: the rows of one warpgroup's `wgmma`."""
@@ -112,7 +113,7 @@ class _Geometry(NamedTuple):
         return self.B * pl.cdiv(self.T, TILE_TOKENS)
 
 
-@functools.partial(jax.jit, static_argnames=("qk_rank", "keep_tail", "config"))
+@lower_once("qk_rank", "keep_tail", "config")
 def post_rope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, Shaped
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, plt
@@ -50,7 +51,7 @@ MOST_SCORES = 2**31
 """Largest number of scores, because Triton's offsets have 32 bits."""
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "num_heads", "arranged", "interpret"))
+@lower_once("scale", "num_heads", "arranged", "interpret")
 def score_blocks(
     q: Float[Array, "B T _ H"],
     mean: Float[Array, "K H"],

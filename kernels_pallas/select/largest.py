@@ -33,6 +33,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas.common import SMS
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.mgpu_ext import (
     RUN,
     WARPS,
@@ -98,7 +99,7 @@ def largest(
     return _launch(scores, begin, end, k=k)
 
 
-@functools.partial(jax.jit, static_argnames="k")
+@lower_once("k")
 def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
     """Launch `largest` on checked arguments."""
     B, K, S = scores.shape

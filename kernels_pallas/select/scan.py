@@ -31,6 +31,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled
+from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.select.scan_inputs import (
@@ -168,7 +169,7 @@ class _Operands(NamedTuple):
     table: Any
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
+@lower_once("bits", "scale", "config")
 def _launch(
     q: Array,
     levels: Array,
