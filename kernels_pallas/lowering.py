@@ -1,22 +1,45 @@
-"""Launches that are lowered once for all programs which contain them (ours).
+"""Launches that are lowered once, and kept on disk, for all programs which contain them (ours).
 
 JAX lowers a Pallas kernel anew in every program, which takes up to seconds of Python. A server compiles some
-thirty programs, and each kind of layer of a plan has kernels of its own.
+thirty programs, and each kind of layer of a plan has kernels of its own. JAX's cache of compiled programs
+does not help: it needs the lowered program to find the compiled one.
 """
 
 import functools
+import hashlib
 import inspect
+import pickle
+import shutil
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax import export
 from jax.tree_util import PyTreeDef
 
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 """Custom calls of Pallas kernels. Only other versions of JAX might not read them."""
+FOLDER = "kernels"
+"""Folder of lowered launches in JAX's folder of compiled programs. Who writes there runs code in this
+process."""
+
+
+class Lowered(NamedTuple):
+    """A lowered launch.
+
+    Attributes:
+      exported: function from arrays to a list of arrays.
+      results: what the launch returns, with the index of each array in place of the array.
+    """
+
+    exported: export.Exported
+    results: Any
 
 
 def lower_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -41,7 +64,9 @@ def lower_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R
             leaves, tree = jax.tree.flatten(given)
             leaves = list(map(jnp.asarray, leaves))
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-            return _lower(jitted, tree, shapes, options).call(*leaves)
+            lowered = _lower(jitted, tree, shapes, options)
+            found = lowered.exported.call(*leaves)
+            return jax.tree.map(found.__getitem__, lowered.results)
 
         run.clear_cache = jitted.clear_cache  # type: ignore[attr-defined]
         return run
@@ -60,11 +85,64 @@ def _lower(
     tree: PyTreeDef,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     options: tuple[tuple[str, Any], ...],
-) -> export.Exported:
-    """Lower a function for arrays of these shapes, which `tree` arranges."""
+) -> Lowered:
+    """Load a launch for arrays of these shapes, which `tree` arranges, or lower and store it."""
+    file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {tree} {shapes} {options}")
+    if file is not None and (stored := _load(file)):
+        return stored
+    results = []
 
-    def call(*leaves: Any) -> Any:
-        return jitted(**jax.tree.unflatten(tree, leaves), **dict(options))
+    def call(*leaves: Any) -> list[Any]:
+        found, tree_found = jax.tree.flatten(jitted(**jax.tree.unflatten(tree, leaves), **dict(options)))
+        results.append(jax.tree.unflatten(tree_found, range(len(found))))
+        return found
 
     unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
-    return export.export(jax.jit(call), platforms=[PLATFORM], disabled_checks=unchecked)(*shapes)
+    exported = export.export(jax.jit(call), platforms=[PLATFORM], disabled_checks=unchecked)(*shapes)
+    lowered = Lowered(exported, results[0])
+    if file is not None:
+        _store(file, lowered)
+    return lowered
+
+
+def _find_file(name: str) -> Path | None:
+    """Return the file of a launch, or None if the process keeps no programs."""
+    if (folder := jax.config.jax_compilation_cache_dir) is None:
+        return None
+    return Path(folder) / FOLDER / _version() / hashlib.sha256(name.encode()).hexdigest()
+
+
+@functools.cache
+def _version() -> str:
+    """Return a hash of all that lowering depends on besides the launch."""
+    root = Path(__file__).parent
+    found = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {jax.devices()[0].device_kind}".encode())
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _load(file: Path) -> Lowered | None:
+    """Return a stored launch; None if there is none, or none that can be read."""
+    try:
+        serialized, results = pickle.loads(file.read_bytes())
+        return Lowered(export.deserialize(bytearray(serialized)), results)
+    except Exception:  # A damaged file may raise anything, and is written again.
+        return None
+
+
+def _store(file: Path, lowered: Lowered) -> None:
+    """Store a launch as a whole file, and delete those of other versions.
+
+    Nothing is stored on a full disk, or without the package `flatbuffers`, which JAX needs for this.
+    """
+    partial = file.with_name(f".{uuid4().hex}")
+    try:
+        if not file.parent.exists():
+            shutil.rmtree(file.parent.parent, ignore_errors=True)
+            file.parent.mkdir(parents=True, mode=0o700)
+        partial.write_bytes(pickle.dumps((bytes(lowered.exported.serialize()), lowered.results)))
+        partial.replace(file)
+    except (OSError, ImportError):
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from abstract_gpu import on_abstract_h200
 from compiled import compiled, device
 
 from benchmarks.model.models import LLAMA_2_7B, build
+from kernels_pallas import lowering
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import choosing, programs
@@ -80,24 +81,37 @@ def program(
     plan: CompressionPlan, step, packed: tuple[int, ...], longest: int = TOKENS, *, prefills: bool = False
 ) -> tuple[set[str], Any, Any]:
     """Return the names of a step's Mosaic kernels, the compiled step, and the state that it updates."""
+    run, given = called(plan, step, packed, longest, prefills=prefills)
+    with on_abstract_h200():
+        found = {kernel.name for kernel in compiled(run, *given)}
+    return found, compile_step(run, given), given[1]
+
+
+def called(
+    plan: CompressionPlan, step, packed: tuple[int, ...], longest: int, *, prefills: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return a step as a function of arrays, and their shapes."""
     leaves, tree, state = arguments(plan, longest)
-    state = state if prefills else state.batch
     table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
-    given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
 
     def run(leaves, state, table, packed):
         state, found = step(jax.tree.unflatten(tree, leaves), with_table(state, table), packed)
         return with_table(state, None), found
 
+    state = state if prefills else state.batch
+    return run, (leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32))
+
+
+def compile_step(run: Any, given: tuple[Any, ...]) -> Any:
+    """Compile a step that updates its state in place."""
+    sharding = jax.sharding.SingleDeviceSharding(device())
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     with on_abstract_h200():
-        found = {kernel.name for kernel in compiled(run, *given)}
-        sharding = jax.sharding.SingleDeviceSharding(device())
-
-        def placed(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
         traced = jax.jit(run, donate_argnums=1).trace(*jax.tree.map(placed, given))
-        return found, traced.lower(lowering_platforms=("cuda",)).compile(), state
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def has(found: set[str], kernels: set[str]) -> bool:
@@ -240,3 +254,26 @@ def test_choosing_tokens_never_waits_for_the_host(choice, is_shaped):
 
     step = jax.jit(run).trace(placed, shaping, *given).lower(lowering_platforms=("cuda",)).compile()
     assert not WAITING.search(step.as_text())
+
+
+@pytest.mark.aot
+def test_programs_with_copies_of_kernels_are_those_that_lower_them(on_kernels, monkeypatch):
+    # Only names differ: not the kernels, nor the order in which they run.
+    plan, _ = PLANS["coded near"]
+    in_one = partial(programs.decode_loop, 4, "greedy")
+    run, given = called(plan, in_one, (ROWS, 1 + WIDTH), TOKENS, prefills=False)
+    texts = []
+    for copies in (False, True):
+        monkeypatch.setattr(lowering, "takes_copies", lambda copies=copies: copies)
+        jax.clear_caches()
+        texts.append(compile_step(run, given).as_text())
+    assert "call_exported" in texts[1]
+    assert renamed(texts[0]) == renamed(texts[1])
+
+
+def renamed(text: str) -> list[str]:
+    """Return the instructions of a program, without metadata, and with numbers in place of names."""
+    names: dict[str, str] = {}
+    text = re.sub(r", (metadata|frontend_attributes)=\{[^}]*\}|, backend_config=.*", "", text)
+    text = re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), text)
+    return [line for line in text.splitlines() if " = " in line]

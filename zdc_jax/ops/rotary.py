@@ -110,7 +110,8 @@ def rope_and_basis(
     """
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
-    arrays, options = (q, k, positions, q_rotation, k_rotation), {"qk_rank": C, "keep_tail": False}
+    arrays = q, k, positions, q_rotation, k_rotation
+    options: dict[str, Any] = {"qk_rank": C, "keep_tail": False}
 
     def refusal() -> str | None:
         return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)

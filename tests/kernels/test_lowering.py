@@ -1,0 +1,121 @@
+"""Launches that are lowered once for several programs, and loaded by later processes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import lowering
+from kernels_pallas.lowering import lower_once
+
+
+class Pair(NamedTuple):
+    """Two arrays."""
+
+    total: jax.Array
+    parts: list[jax.Array]
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Return a list that grows with each trace of `launch`, which is lowered for this machine."""
+    monkeypatch.setattr(lowering, "PLATFORM", "cpu")
+    monkeypatch.setattr(lowering, "takes_copies", lambda: True)
+    forget()
+    found.clear()
+    yield found
+    forget()
+
+
+found: list[tuple[int, ...]] = []
+
+
+def forget() -> None:
+    """Forget what this process lowered and traced, as a new process has."""
+    lowering._lower.cache_clear()
+    launch.clear_cache()
+
+
+@lower_once("factor", "interpret")
+def launch(x, others, *, bias=None, factor=2, interpret=False) -> Pair:
+    found.append(x.shape)
+    total = factor * x + sum(others)
+    return Pair(total if bias is None else total + bias, [x, others[0]])
+
+
+def plain(x, others, bias=0, factor=2):
+    return factor * x + sum(others) + bias
+
+
+def test_programs_with_equal_shapes_share_one_lowering(traces):
+    x, others = jnp.arange(6.0), [jnp.ones(6), jnp.full(6, 3.0)]
+    for scale in (1.0, 2.0):  # A new function each time, so two programs.
+        pair = jax.jit(lambda x, others, scale=scale: launch(scale * x, others))(x, others)
+        np.testing.assert_array_equal(pair.total, plain(scale * x, others))
+        np.testing.assert_array_equal(pair.parts[1], others[0])
+    assert traces == [(6,)]
+    np.testing.assert_array_equal(launch(x, others).total, plain(x, others))
+    assert len(traces) == 1
+    np.testing.assert_array_equal(launch(x, others, factor=5).total, plain(x, others, factor=5))
+    np.testing.assert_array_equal(launch(x, others=others, bias=x).total, plain(x, others, bias=x))
+    np.testing.assert_array_equal(launch(x[:2], [x[:2]]).total, plain(x[:2], [x[:2]]))
+    assert len(traces) == 4
+
+
+def test_the_interpreter_takes_no_copies(traces):
+    x = jnp.arange(6.0)
+    launch(x, [x], interpret=True)
+    assert lowering._lower.cache_info().currsize == 0
+
+
+def test_a_cpu_takes_no_copies_and_neither_does_a_mesh(monkeypatch):
+    assert not lowering.takes_copies()
+    monkeypatch.setattr(lowering.jax, "default_backend", lambda: "gpu")
+    assert lowering.takes_copies()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        assert not lowering.takes_copies()
+
+
+def test_launches_are_kept_on_disk(traces, tmp_path, monkeypatch):
+    monkeypatch.setattr(lowering, "_find_file", lambda name: tmp_path / "kernels" / "version" / "one")
+    x = jnp.arange(6.0)
+    file = tmp_path / "kernels" / "version" / "one"
+    old = tmp_path / "kernels" / "older version"
+    old.mkdir(parents=True)
+    first = launch(x, [x])
+    assert file.exists()
+    assert not old.exists()
+    forget()
+    second = launch(x, [x])
+    assert len(traces) == 1
+    assert isinstance(second, Pair)
+    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    file.write_bytes(file.read_bytes()[:100])  # A damaged file is written again.
+    forget()
+    np.testing.assert_array_equal(launch(x, [x]).total, first.total)
+    assert len(traces) == 2
+    assert len(file.read_bytes()) > 100
+
+
+def test_nothing_is_kept_without_a_folder_or_on_a_full_disk(traces, tmp_path, monkeypatch):
+    assert lowering._find_file("name") is None
+    (tmp_path / "kernels").write_text("a file in place of the folder")
+    monkeypatch.setattr(lowering, "_find_file", lambda name: tmp_path / "kernels" / "version" / "one")
+    x = jnp.arange(6.0)
+    np.testing.assert_array_equal(launch(x, [x]).total, 3 * x)
+
+
+def test_the_file_depends_on_the_name(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        one, again, other = (lowering._find_file(name) for name in ("one", "one", "other"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert one == again
+    assert one.parent == other.parent
+    assert one != other
+    assert one.is_relative_to(tmp_path / lowering.FOLDER)
