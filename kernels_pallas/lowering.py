@@ -1,6 +1,6 @@
 """Launches that are lowered once, and kept on disk, for all programs which contain them (ours).
 
-JAX lowers a Pallas kernel anew in every program, which takes up to seconds of Python. A server compiles some
+JAX lowers a Pallas kernel again in every program, which takes up to seconds of Python. A server compiles some
 thirty programs, and each kind of layer of a plan has kernels of its own. JAX's cache of compiled programs
 does not help: it needs the lowered program to find the compiled one.
 """
