@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 TOOLS = (
     "filelock",
+    "flatbuffers",
     "gguf",
     "matplotlib",
     "rich",
