@@ -132,7 +132,8 @@ def find_kind(kernel: Kernel) -> str:
 
 def shorten(operation: str) -> str:
     """Return the last parts of an operation's path, without the wrappers that JAX adds."""
-    parts = [part for part in operation.split("/") if not re.match(r"jit\(|while|body|closed_call", part)]
+    wrappers = re.compile(r"jit\(|while|body|closed_call|call_exported")
+    parts = [part for part in operation.split("/") if not wrappers.match(part)]
     return "/".join(parts[-3:])
 
 
