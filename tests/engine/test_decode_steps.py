@@ -1,4 +1,4 @@
-"""Decode steps that an engine puts into one program by default, and the sequences that such programs have."""
+"""Decode steps of one program by default, and the numbers of sequences that such programs have."""
 
 from dataclasses import replace
 
