@@ -22,7 +22,9 @@ def test_large_models_take_fewer_steps(monkeypatch, backend, billions, on_mesh, 
     assert choose_decode_steps(weights, on_mesh=on_mesh) == steps
 
 
-@pytest.mark.parametrize(("rows", "counts"), [(64, [1, 8, 16, 32, 64]), (16, [1, 8, 16]), (20, [1, 8, 16, 20])])
+@pytest.mark.parametrize(
+    ("rows", "counts"), [(64, [1, 8, 16, 32, 64]), (16, [1, 8, 16]), (20, [1, 8, 16, 20])]
+)
 def test_few_sequences_have_programs_of_their_own(monkeypatch, rows, counts):
     network = TinyModel(replace(LLAMA, layers=LLAMA.layers[:1])).dense
     given = {"rows": rows, "longest": 32, "page": 16, "cache_tokens": 32 * rows, "reuse": True}
