@@ -257,9 +257,10 @@ def test_choosing_tokens_never_waits_for_the_host(choice, is_shaped):
 
 
 @pytest.mark.aot
-def test_programs_with_copies_of_kernels_are_those_that_lower_them(on_kernels, monkeypatch):
+@pytest.mark.parametrize("name", PLANS)
+def test_programs_with_copies_of_kernels_are_those_that_lower_them(on_kernels, monkeypatch, name):
     # Only names differ: not the kernels, nor the order in which they run.
-    plan, _ = PLANS["coded near"]
+    plan, _ = PLANS[name]
     in_one = partial(programs.decode_loop, 4, "greedy")
     run, given = called(plan, in_one, (ROWS, 1 + WIDTH), TOKENS, prefills=False)
     texts = []
