@@ -25,7 +25,7 @@ from jax.tree_util import PyTreeDef
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 """Custom calls of Pallas kernels. Only other versions of JAX might not read them."""
-FOLDER = "kernels"
+FOLDER = "zdc-kernels"
 """Folder of lowered launches in JAX's folder of compiled programs. Who writes there runs code in this
 process."""
 
@@ -106,17 +106,22 @@ def _lower(
 
 
 def _find_file(name: str) -> Path | None:
-    """Return the file of a launch, or None if the process keeps no programs."""
-    if (folder := jax.config.jax_compilation_cache_dir) is None:
+    """Return the file of a launch, or None if the process keeps no programs, or keeps them in a remote store.
+
+    Machines with other GPUs may share the folder.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or "://" in folder:
         return None
-    return Path(folder) / FOLDER / _version() / hashlib.sha256(name.encode()).hexdigest()
+    key = f"{jax.devices()[0].device_kind} {name}"
+    return Path(folder) / FOLDER / _version() / hashlib.sha256(key.encode()).hexdigest()
 
 
 @functools.cache
 def _version() -> str:
-    """Return a hash of all that lowering depends on besides the launch."""
+    """Return a hash of the sources of kernels and of the version of JAX."""
     root = Path(__file__).parent
-    found = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {jax.devices()[0].device_kind}".encode())
+    found = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
         found.update(path.read_bytes())
     return found.hexdigest()
@@ -140,7 +145,7 @@ def _store(file: Path, lowered: Lowered) -> None:
     try:
         if not file.parent.exists():
             shutil.rmtree(file.parent.parent, ignore_errors=True)
-            file.parent.mkdir(parents=True, mode=0o700)
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial.write_bytes(pickle.dumps((bytes(lowered.exported.serialize()), lowered.results)))
         partial.replace(file)
     except (OSError, ImportError):

@@ -64,7 +64,7 @@ class Parts:
         return self.o.shape[3 if self.transposed else 4]
 
 
-@lower_once("G", "dtype")
+@functools.partial(jax.jit, static_argnames=("G", "dtype"))
 def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Merge the parts; return attention and its natural log-sum-exp, zeros and -inf without visible keys."""
     (B, K), lse = parts.o.shape[:2], parts.lse[..., :G]

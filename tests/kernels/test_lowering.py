@@ -108,11 +108,13 @@ def test_nothing_is_kept_without_a_folder_or_on_a_full_disk(traces, tmp_path, mo
     np.testing.assert_array_equal(launch(x, [x]).total, 3 * x)
 
 
-def test_the_file_depends_on_the_name(tmp_path):
+def test_files_of_launches(tmp_path):
     before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         one, again, other = (lowering._find_file(name) for name in ("one", "one", "other"))
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+        assert lowering._find_file("one") is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert one == again
