@@ -64,10 +64,11 @@ class System:
 def make_ours(name: str, model: Path, plan: str, limits: Limits) -> System:
     """Return `zdc serve` with a plan file or preset.
 
-    JAX takes the share of memory at its start, before weights are loaded.
+    It is the command `zdc`, which keeps compiled programs. JAX takes the share of memory at its start, before
+    weights are loaded.
     """
     command = (
-        *(sys.executable, "-m", "convert.cli.main", "serve", str(model)),
+        *(sys.executable, "-m", "convert.cli.entry", "serve", str(model)),
         *("--name", MODEL, "--plan", plan, "--dtype", limits.dtype),
         *("--max-model-len", str(limits.max_model_len), "--max-sequences", str(limits.slots)),
         *("--max-waiting", str(limits.queue), "--no-access-log"),

@@ -40,3 +40,7 @@ def _run(arguments: list[str]) -> int:
     elif arguments and not arguments[0].startswith("-"):  # Help compiles nothing.
         keep_programs()
     return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -137,7 +137,7 @@ def test_limits_are_equal_for_all_systems(model):
     ours, plan, vllm, fp8 = make_systems(options, make_limits(options, make_loads(options)))
     ours_line, plan_line, vllm_line, fp8_line = (" ".join(each.command) for each in (ours, plan, vllm, fp8))
     assert ours_line.endswith(
-        f"-m convert.cli.main serve {model} --name model --plan none --dtype bfloat16 --max-model-len 64 "
+        f"-m convert.cli.entry serve {model} --name model --plan none --dtype bfloat16 --max-model-len 64 "
         "--max-sequences 4 --max-waiting 12 --no-access-log"
     )
     assert ours.environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"}
