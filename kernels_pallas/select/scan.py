@@ -19,14 +19,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
@@ -34,6 +30,15 @@ from kernels_pallas.common import LOG2_E, NEVER, filled
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
+from kernels_pallas.select.scan_bytes import (
+    EACH_HEAD,
+    HEADS,
+    TOKENS,
+    WORDS,
+    dots,
+    read_codes,
+    read_levels,
+)
 from kernels_pallas.select.scan_inputs import (
     SAMPLE_BLOCK,
     SAMPLE_EVERY,
@@ -47,8 +52,6 @@ SAMPLE_PARTS = 16
 """Largest number of parts of a sequence's sample; all are read where scores are written."""
 SAMPLE_AT_ONCE = 6
 """CTAs per multiprocessor that read the sample."""
-MOST_KEPT = 16
-"""Query words that a thread may keep in registers; more are read again in each step."""
 COPIED = 32
 """Granularity of a copy to shared memory, in words."""
 LARGEST = 127
@@ -57,16 +60,6 @@ SMALLEST = 1e-30
 """Lower bound on a query head's largest coordinate in quantization, so that its scale is not 0."""
 UNSEEN = -(2.0**64)
 """Initial maximum of products: below all, and a power of two, whose product with a scale is exact."""
-
-_WORDS = plgpu.Layout.TILED(
-    plgpu.Tiling(((THREADS, 4), (32, 4))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
-)
-"""Layout of [tokens, words]: a thread holds whole tokens, in vectors of 16 bytes."""
-_HEADS = plgpu.Layout.TILED(
-    plgpu.Tiling(((THREADS, 1), (32, 1))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
-)
-"""Layout of [tokens, heads]: a thread holds all heads of its tokens."""
-_TOKENS, _EACH_HEAD = _HEADS.reduce(1), _HEADS.reduce(0)
 
 
 def index_scores(
@@ -245,7 +238,7 @@ def _words(levels: Array) -> Array:
 def _integers(q: Array, g: _Geometry, scale: float) -> Array:
     """Quantize the query heads into the kernel's input, int32 [B, K, rows, 32].
 
-    Each head has C/4 words of four coordinates, in the order of `_dots`. The last row holds, as bits of
+    Each head has C/4 words of four coordinates, in the order of `dots`. The last row holds, as bits of
     float32, the scales that turn products into base-2 scores.
     """
     whole, unit = _rounded(q, scale * LOG2_E)
@@ -311,7 +304,7 @@ def _part(refs: _Operands, out: Sequence[Any], g: _Geometry, queries: Any, ready
     def read(step: Array) -> tuple[Array, Array]:
         block = jnp.clip(span.block(step, g), 0, g.S // g.block - 1)
         lead, rows = _place(refs, b, block, g)
-        return _read_levels(refs.words.at[lead, kv, rows]), _read_codes(refs.reach.at[lead, kv, rows])
+        return read_levels(refs.words.at[lead, kv, rows]), read_codes(refs.reach.at[lead, kv, rows])
 
     first = read(span.first)
     if g.writes:
@@ -324,14 +317,14 @@ def _part(refs: _Operands, out: Sequence[Any], g: _Geometry, queries: Any, ready
         following = read(jnp.minimum(step + 1, span.last - 1))
         products = _products(words, codes, heads, g)
         if g.sums:
-            products = span.only(products, span.block(step, g), _HEADS)
+            products = span.only(products, span.block(step, g), HEADS)
             sums = _add(sums, products, heads.units)
         if g.writes:
             worth, block = _worth(products, heads), span.block(step, g)
-            out[0].at[b, kv, _rows(block, g)][...] = worth if g.sums else span.only(worth, block, _TOKENS)
+            out[0].at[b, kv, _rows(block, g)][...] = worth if g.sums else span.only(worth, block, TOKENS)
         return following, sums
 
-    start = [filled((THREADS, g.G), value, _HEADS) for value in (UNSEEN, 0)] if g.sums else []
+    start = [filled((THREADS, g.G), value, HEADS) for value in (UNSEEN, 0)] if g.sums else []
     _, sums = lax.fori_loop(span.first, span.last, body, (first, tuple(start)))
     if g.sums:
         lse = _over_threads(sums, heads.units)
@@ -340,9 +333,9 @@ def _part(refs: _Operands, out: Sequence[Any], g: _Geometry, queries: Any, ready
 
 
 def _heads(queries: Any, sums: Any, g: _Geometry) -> _Heads:
-    units = plgpu.load(queries.at[queries.shape[0] - 1, pl.ds(0, g.G)], layout=_EACH_HEAD, optimized=False)
-    ones = plgpu.layout_cast(jnp.full((THREADS, g.words), 0x01010101, jnp.uint32), _WORDS)
-    totals = _dots([ones] * (8 // g.bits), queries, _nothing(g))
+    units = plgpu.load(queries.at[queries.shape[0] - 1, pl.ds(0, g.G)], layout=EACH_HEAD, optimized=False)
+    ones = plgpu.layout_cast(jnp.full((THREADS, g.words), 0x01010101, jnp.uint32), WORDS)
+    totals = dots([ones] * (8 // g.bits), queries, _nothing(g))
     # A level n stands for 2n + 1 - 2^bits, and `_fields` has n · 2^(8 - bits). Products are therefore
     # 2^(7 - bits) times those of the dequantized values; with eight bits they are doubled.
     starts = -((2**g.bits - 1) << max(7 - g.bits, 0)) * totals
@@ -352,7 +345,7 @@ def _heads(queries: Any, sums: Any, g: _Geometry) -> _Heads:
 
 def _of_parts(sums: Any) -> Array:
     """Merge base-2 log-sum-exps [parts, G] of all parts into [G]."""
-    parts = [plgpu.load(sums.at[i], layout=_EACH_HEAD, optimized=False) for i in range(sums.shape[0])]
+    parts = [plgpu.load(sums.at[i], layout=EACH_HEAD, optimized=False) for i in range(sums.shape[0])]
     highest = jnp.maximum(functools.reduce(jnp.maximum, parts), NEVER)
     return highest + jnp.log2(sum(jnp.exp2(part - highest) for part in parts))
 
@@ -420,63 +413,17 @@ def _write_outside(scores: Any, span: _Span, part: Array, g: _Geometry) -> None:
     @pl.loop(*_share(g.S // g.block - span.blocks, part, g))
     def _(i: Array) -> None:
         step = jnp.where(i < span.low, i, i + span.blocks)
-        scores.at[_rows(step, g)][...] = filled((g.block,), -jnp.inf, _TOKENS)
-
-
-def _read_levels(rows: Any) -> Array:
-    """Load words uint32 [block, W] from global memory."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(rows.shape, jnp.uint32, layout=_WORDS),
-    )
-    def read(_: Any, rows: Any) -> Any:
-        tokens, words = ir.MemRefType(rows.type).shape
-        vector = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-        registers = np.empty((tokens // THREADS, words // 4, 1, 1, 1, 1), dtype=object)
-        for i, j in np.ndindex(registers.shape[:2]):
-            registers[i, j] = llvm.load(vector, _at(rows, 4 * words, i, 16 * j))
-        return mgpu.FragmentedArray(_registers=registers, _layout=_WORDS.to_mgpu(), _is_signed=False)
-
-    return read(rows)
-
-
-def _read_codes(codes: Any) -> Array:
-    """Load bytes [block] from global memory as int32."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.int32, layout=_TOKENS),
-    )
-    def read(_: Any, codes: Any) -> Any:
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        layout = _TOKENS.to_mgpu()
-        registers = np.empty(layout.registers_shape(codes.type.shape), dtype=object)
-        for i in range(registers.size):
-            code = arith.extui(i32, llvm.load(i8, _at(codes, 1, i)))
-            registers.flat[i] = mgpu.utils.bitcast(code, ir.VectorType.get((1,), i32))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    return read(codes)
-
-
-def _at(rows: Any, size: int, i: int, offset: int = 0) -> Any:
-    """Return a pointer into global memory, to byte `offset` of this thread's i-th row of `size` bytes."""
-    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(rows))
-    own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(size, i32))
-    begin = mgpu.utils.getelementptr(pointer, [own], i8)
-    return mgpu.utils.getelementptr(begin, [mgpu.utils.c(i * THREADS * size + offset, i32)], i8)
+        scores.at[_rows(step, g)][...] = filled((g.block,), -jnp.inf, TOKENS)
 
 
 def _products(words: Array, codes: Array, heads: _Heads, g: _Geometry) -> Array:
     """Return the products of a block [block, G], in units of their heads' scales."""
     fields = _fields(words, g.bits)
     if g.bits == 8:
-        dots = 2 * _dots(fields, heads.queries, _nothing(g)) + _repeated(heads.starts, g)
+        found = 2 * dots(fields, heads.queries, _nothing(g)) + _repeated(heads.starts, g)
     else:
-        dots = _dots(fields, heads.queries, heads.starts)
-    return dots.astype(jnp.float32) * _over_heads(from_e5m3(codes), dots.shape)
+        found = dots(fields, heads.queries, heads.starts)
+    return found.astype(jnp.float32) * _over_heads(from_e5m3(codes), found.shape)
 
 
 def _fields(words: Array, bits: int) -> list[Array]:
@@ -484,45 +431,6 @@ def _fields(words: Array, bits: int) -> list[Array]:
     mask = jnp.uint32(((2**bits - 1) << (8 - bits)) * 0x01010101)
     shifts = range(8 - bits, -1, -bits)
     return [(words << jnp.uint32(shift) if shift else words) & mask for shift in shifts]
-
-
-def _dots(fields: Sequence[Array], queries: Any, starts: Array) -> Array:
-    """Compute products int32 [M, G] of F times bytes uint32 [M, W] with W·F query words per head.
-
-    The queries are in shared memory. `starts` [128, G] are the initial values for the rows of each thread.
-    """
-    (M, W), F, G = fields[0].shape, len(fields), starts.shape[1]
-
-    @plgpu.inline_mgpu(
-        arg_types=([_WORDS] * F, plgpu.RefType(), _HEADS),
-        return_type=plgpu.ShapeDtypeStruct((M, G), jnp.int32, layout=_HEADS),
-    )
-    def dots(_: Any, fields: Any, queries: Any, starts: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        four, one = (ir.VectorType.get((n,), i32) for n in (4, 1))
-        pointer, zero = mgpu.utils.memref_ptr(queries), mgpu.utils.c(0, i32)
-        registers = np.empty((M // THREADS, G, 1, 1, 1, 1), dtype=object)
-        for g in range(G):
-            found = [llvm.extractelement(starts.registers[0, g, 0, 0, 0, 0], zero)] * (M // THREADS)
-            for vector, field in np.ndindex(W // 4, F):
-                begin = mgpu.utils.c(g * W * F + (vector * F + field) * 4, i32)
-                place = mgpu.utils.getelementptr(pointer, [begin], i32)
-                taken = llvm.load(four, place, volatile_=G * W * F > MOST_KEPT)
-                for i, e in np.ndindex(M // THREADS, 4):
-                    word = fields[field].registers[i, vector, 0, 0, 0, 0]
-                    own, other = (llvm.extractelement(x, mgpu.utils.c(e, i32)) for x in (word, taken))
-                    found[i] = _dp4a(own, other, found[i])
-            for i, value in enumerate(found):
-                registers[i, g, 0, 0, 0, 0] = mgpu.utils.bitcast(value, one)
-        return mgpu.FragmentedArray(_registers=registers, _layout=_HEADS.to_mgpu(), _is_signed=True)
-
-    return dots(list(fields), queries, starts)
-
-
-def _dp4a(levels: Any, queries: Any, so_far: Any) -> Any:
-    """Add the four products of unsigned bytes with signed bytes."""
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [levels, queries, so_far], "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _worth(products: Array, heads: _Heads) -> Array:
@@ -556,7 +464,7 @@ def _over_threads(sums: tuple[Array, ...], units: Array) -> Array:
 
 
 def _nothing(g: _Geometry) -> Array:
-    return plgpu.layout_cast(jnp.zeros((THREADS, g.G), jnp.int32), _HEADS)
+    return plgpu.layout_cast(jnp.zeros((THREADS, g.G), jnp.int32), HEADS)
 
 
 def _repeated(x: Array, g: _Geometry) -> Array:
@@ -566,9 +474,9 @@ def _repeated(x: Array, g: _Geometry) -> Array:
 
 def _over_tokens(x: Array, shape: tuple[int, ...]) -> Array:
     """Broadcast one value per head to all tokens."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), _HEADS)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), HEADS)
 
 
 def _over_heads(x: Array, shape: tuple[int, ...]) -> Array:
     """Broadcast one value per token to all heads."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), _HEADS)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), HEADS)

@@ -225,9 +225,9 @@ def _plain_dots(fields, queries, starts):
 
 
 PLAIN = {
-    "_dots": _plain_dots,
-    "_read_levels": lambda rows: rows[...],
-    "_read_codes": lambda codes: codes[...].astype(jnp.int32),
+    "dots": _plain_dots,
+    "read_levels": lambda rows: rows[...],
+    "read_codes": lambda codes: codes[...].astype(jnp.int32),
 }
 
 
