@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import merge_partial
 from kernels_pallas.quantized.encode import SMALLEST, reach_numbers
-from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, LARGEST_CODE, NAN_CODE, from_e5m3
+from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.specs.coded_store import CodedStore
@@ -149,7 +149,7 @@ def _round_part(x: Array, inside: Array, half: Array, offset: Array, count: Arra
     largest = jnp.abs(x).max(-1, keepdims=True)
     widest = (jax.lax.bitcast_convert_type(largest, jnp.int32) + offset >> E5M3_SHIFT) - E5M3_BIAS
     tried = jnp.arange(CANDIDATES).reshape(-1, *[1] * x.ndim)
-    code = jnp.clip(widest - tried, 0, LARGEST_CODE)
+    code = jnp.clip(widest - tried, 0, NAN_CODE - 1)
 
     def levels(code: Array) -> tuple[Array, Array, Array]:
         step = jnp.maximum(from_e5m3(code), SMALLEST) / half
@@ -159,7 +159,7 @@ def _round_part(x: Array, inside: Array, half: Array, offset: Array, count: Arra
     step, exact, level = levels(code)
     error = jnp.where(inside, jnp.square(level - exact), 0).sum(-1, keepdims=True) * jnp.square(step)
     best = jnp.where(tried < count, error, jnp.inf).argmin(0)
-    code = jnp.where(jnp.isfinite(largest), jnp.clip(widest - best, 0, LARGEST_CODE), NAN_CODE)
+    code = jnp.where(jnp.isfinite(largest), jnp.clip(widest - best, 0, NAN_CODE - 1), NAN_CODE)
     _, _, level = levels(code)
     size = (2 * level + 1) * (from_e5m3(code) / (2 * half))
     return jnp.where(inside, jnp.where(x < 0, -size, size), 0)

@@ -20,10 +20,6 @@ Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and co
 become bfloat16 in registers (`unpack`). Keys are the rows of the products; the few query heads
 of a KV head are eight or sixteen columns. Scales of keys multiply scores, those of values probabilities.
 
-Unpacked numbers v stand for f (v - 1) - (1 - 2^-b) of a scale (`unpack`). Queries have the factor f, and
-what they give with keys that stand for zero is subtracted from scores. The output gets its f at the end,
-where the rest is subtracted, times the sum of the weights.
-
 A running maximum would need a reduction over all four warps in every block. Instead each part uses the
 maximum of its first block throughout. Float32 then holds probabilities up to 2^127 times the largest of that
 block; those below 2^-126 of it vanish. If a later sum exceeds 2^60, the part is repeated with a running
@@ -40,7 +36,6 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
@@ -49,8 +44,6 @@ from kernels_pallas.decode.merge import Parts, merged
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import (
     BLOCK,
-    LEAST_BLOCKS,
-    MANY_ROWS,
     CodedConfig,
     CodedPass,
     Plane,
@@ -69,12 +62,11 @@ from kernels_pallas.quantized.key_blocks import (
     Stream,
     block_shape,
     spread_down,
-    spread_right,
     view_blocks,
 )
 from kernels_pallas.quantized.queries import arrange_gains, arrange_queries
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.quantized.unpack import factor_of, factors, filled_rows, to_bfloat16, unpacked
+from kernels_pallas.quantized.unpack import unpacked
 
 LARGEST_SUM = 2.0**60
 """Sum of probabilities, relative to the first block's, above which the running maximum is needed."""
@@ -223,7 +215,6 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         bits=form.bits,
         scale=scale,
         parts=form.config.splits,
-        least=LEAST_BLOCKS if len(q) * K >= MANY_ROWS else 1,
         stages=form.config.stages,
     )
     return g, Operands(
@@ -376,96 +367,55 @@ def _accumulate(source: Source, settled: Array) -> tuple[Array, Array, Array]:
     """
     g, at, span = source.g, source.at, source.span
     source.begin()
-    zeros = _scores_of_zero(g, at)
 
     def body(step: Array, carry: Any, *, running: bool) -> Any:
         place = source.place(step)
-        block = source.block(step)
-        return _add_block(g, at, block, zeros, lambda: source.ahead(step, place), carry, running)
+        return _add_block(g, at, source.block(step), lambda: source.ahead(step, place), carry, running)
 
     column = plgpu.Layout.WGMMA.reduce(0)
     carry = (
         filled((g.widths[-1], g.columns), 0, plgpu.Layout.WGMMA),
         filled((g.columns,), NEVER, column),
         filled((BLOCK, g.columns), 0, plgpu.Layout.WGMMA),
-        filled((BLOCK, g.columns), 0, plgpu.Layout.WGMMA),
     )
     carry = lax.fori_loop(span.first, settled, functools.partial(body, running=True), carry)
-    acc, m, l, w = lax.fori_loop(settled, span.last, functools.partial(body, running=False), carry)
-    return _fractions(g, acc, w), m, l.sum(axis=0)
-
-
-def _scores_of_zero(g: Geometry, at: Buffers) -> list[Array | None]:
-    """Return what queries give with keys that stand for zero, equal rows [keys, columns]; None for 8 bits."""
-    planes = [i for i in range(len(g.widths) - 1) if g.bits[i] < 8]
-    rows = [x for i in planes for f in [factors(g.widths[i], g.bits[i])] for x in (np.ones_like(f), 1 / f)]
-    found = _products(
-        lambda n: filled_rows(BLOCK, rows[n]), [at.q[i] for i in planes for _ in range(2)], (BLOCK, g.columns)
-    )
-    zeros: list[Array | None] = [None] * (len(g.widths) - 1)
-    for i, ones, inverse in zip(planes, found[::2], found[1::2], strict=True):
-        zeros[i] = ones + (1 - 2.0 ** -g.bits[i]) * inverse
-    return zeros
-
-
-def _fractions(g: Geometry, acc: Array, w: Array) -> Array:
-    """Convert weighted sums of unpacked values [Z, columns] to those of what they stand for.
-
-    `w` are sums of the weights [keys, columns], and zero for 8 bits.
-    """
-    Z, bits = g.widths[-1], g.bits[-1]
-    f = factor_of(plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA), Z, bits)
-    if bits == 8:
-        return f * acc
-    total = spread_down(w.sum(axis=0), acc.shape)
-    return f * (acc - total) - (1 - 2.0**-bits) * total
+    acc, m, l = lax.fori_loop(settled, span.last, functools.partial(body, running=False), carry)
+    return acc, m, l.sum(axis=0)
 
 
 def _add_block(
-    g: Geometry,
-    at: Buffers,
-    block: KeyBlock,
-    zeros: Sequence[Array | None],
-    have_read: Callable[[], None],
-    carry: Any,
-    running: bool,
+    g: Geometry, at: Buffers, block: KeyBlock, have_read: Callable[[], None], carry: Any, running: bool
 ) -> Any:
-    """Add one block to the softmax; `l` and `w` are summed over keys at the end.
+    """Add one block to the softmax; `l` is summed over keys at the end.
 
     `have_read` is called when all threads have read the block, during the tensor-core product.
     """
-    acc, m, l, w = carry
+    acc, m, l = carry
     shape, last = (BLOCK, g.columns), len(g.widths) - 1
 
     def unpack(i):
         return unpacked(block.levels(i), g.widths[i], g.bits[i])
 
-    def scaled(i):
-        (x,) = _products(lambda _: unpack(i), [at.q[i]], shape)
-        if zeros[i] is not None:
-            x = x - zeros[i]
-        return x * spread_right(from_e5m3(block.reach(i)), shape)
+    def steps(i):
+        return _steps(block.reach(i), g.bits[i], shape)
 
-    scores = sum(map(scaled, range(1, last)), scaled(0)) * (g.scale * LOG2_E)
+    scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
     if block.gains is not None:
         scores = scores + block.gains
     _wait_for_all()
     at.values[...] = unpack(last)
-    scores = jnp.where(spread_right(block.visible, shape), scores, -jnp.inf)
+    scores = jnp.where(block.visible, scores, -jnp.inf)
     if running:
         highest = jnp.maximum(m, scores.max(axis=0))
         alpha, m = jnp.exp2(m - highest), highest
-        acc, l, w = (x * spread_down(alpha, x.shape) for x in (acc, l, w))
+        acc, l = acc * spread_down(alpha, acc.shape), l * spread_down(alpha, shape)
     p = jnp.exp2(scores - spread_down(m, shape))
     # Slots out of range may contain NaN.
-    reach = jnp.where(block.visible, from_e5m3(block.reach(last)), 0.0)
-    weights = to_bfloat16(p * spread_right(reach, shape))
+    weights = jnp.where(block.visible, p * steps(last), 0.0).astype(jnp.bfloat16)
     at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    if g.bits[-1] < 8:  # Weights as the product reads them: their sum is subtracted from it at the end.
-        w = w + weights.astype(jnp.float32)
-    (product,) = _products(lambda _: at.values.transpose((1, 0)), [at.p], acc.shape, have_read)
-    return acc + product, m, l + p, w
+
+    return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape, have_read), m, l + p
 
 
 @plgpu.inline_mgpu()
@@ -474,24 +424,20 @@ def _wait_for_all(_: Any) -> None:
     mgpu.warpgroup_barrier()
 
 
-def _products(
-    left: Callable[[int], Any],
-    right: Sequence[Any],
-    shape: tuple[int, int],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> list[Array]:
-    """Compute left(i) right[i]ᵀ in float32; left(i) is in registers or shared memory, right[i] in the latter.
+def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None) -> Array:
+    """Compute a bᵀ in float32; a is in registers or shared memory, b in shared memory."""
 
-    `meanwhile` is called while the tensor cores multiply.
-    """
-
-    def multiply(*results: Any) -> list[Array]:
-        for i, result in enumerate(results):
-            plgpu.wgmma(result, left(i), right[i].transpose((1, 0)))
+    def product(result: Any) -> Array:
+        plgpu.wgmma(result, a, b.transpose((1, 0)))
         meanwhile()
-        return [result[...] for result in results]
+        return result[...]
 
-    return pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(right))
+    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+
+def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
+    """Return scale/2^bits of each key, broadcast along the rows of `shape`; `reach` is in e5m3."""
+    return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
 
 
 def _store(at: Buffers, acc: Array, m: Array, l: Array) -> None:

@@ -30,7 +30,7 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
-from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, LARGEST_CODE, NAN_CODE, from_e5m3
+from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
 SMALLEST = 2.0**-40
@@ -184,7 +184,7 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
     """
     offset, count = reach_numbers(bits, C)
     widest = (largest + offset >> E5M3_SHIFT) - E5M3_BIAS
-    return [jnp.clip(widest - i, 0, LARGEST_CODE) for i in range(count)]
+    return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
 
 
 def reach_numbers(bits: int, C: int) -> tuple[int, int]:
@@ -243,11 +243,11 @@ def coded_token(x: Array, C: int, bits: int) -> tuple[Array, Array]:
     largest, size = positive.max(0), lax.bitcast_convert_type(positive, jnp.float32)
     offset, count = reach_numbers(bits, C)
     widest = (largest + offset >> E5M3_SHIFT) - E5M3_BIAS
-    step = _step(jnp.clip(widest - lax.iota(jnp.int32, count), 0, LARGEST_CODE), half)
+    step = _step(jnp.clip(widest - lax.iota(jnp.int32, count), 0, NAN_CODE - 1), half)
     wrong = jnp.abs(_beyond(size[None] * (1 / step)[:, None], half)[1]) - 0.5
     wrong = jnp.where(lax.iota(jnp.int32, x.shape[0])[None] < C, wrong, 0.0)
     best = jnp.argmin((wrong * wrong).sum(1) * (step * step), 0)
-    code = jnp.clip(widest - best, 0, LARGEST_CODE)
+    code = jnp.clip(widest - best, 0, NAN_CODE - 1)
     levels = _levels(raw, size, _step(code, half), half)
     return levels, jnp.where(largest >= INFINITE, NAN_CODE, code).astype(jnp.uint8)
 

@@ -39,7 +39,6 @@ class Geometry(NamedTuple):
       bits: bits of each plane.
       scale: factor on the scores.
       parts: parts of the keys.
-      least: fewest blocks of a part of a store; later parts of a short sequence are empty.
       stages: blocks of keys in flight.
     """
 
@@ -53,7 +52,6 @@ class Geometry(NamedTuple):
     bits: tuple[int, ...]
     scale: float
     parts: int
-    least: int
     stages: int
 
     def order(self, plane: int) -> np.ndarray:
@@ -142,7 +140,6 @@ class Span(NamedTuple):
         high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
         count = jnp.where(end > begin, high - low, 0)
         share = lax.div(count + (g.parts - 1), jnp.int32(g.parts))
-        share = share if g.chosen else jnp.maximum(share, g.least)
         first = jnp.minimum(part * share, count)
         return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
 
@@ -157,7 +154,7 @@ class KeyBlock(NamedTuple):
     Attributes:
       levels: function that returns the packed levels [keys, ·] of plane i.
       reach: function that returns the scales [keys] of plane i.
-      visible: which slots are in range, [keys].
+      visible: which slots are in range.
       gains: what base-2 scores gain, [keys, columns], or None.
     """
 
@@ -215,7 +212,7 @@ class Stream(Source):
         return KeyBlock(
             lambda i: block_rows(at.levels[i].at[slot], BLOCK, self.g.widths[i], self.g.bits[i]),
             lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_ROW, optimized=False),
-            self.span.counts(plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=PER_ROW) + step * BLOCK),
+            self.span.counts(_rows(self.g) + step * BLOCK),
             self._gains_at(slot),
         )
 
@@ -248,7 +245,7 @@ class Stream(Source):
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
-            @pl.when(warp == _loading_warp(step))
+            @pl.when(warp == 0)
             def _() -> None:
                 for source, buffer in zip(self.refs.levels, at.levels, strict=True):
                     plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], block], buffer.at[slot], ready)
@@ -268,24 +265,19 @@ class Chosen(Source):
         slots, *blocks = (
             plgpu.load(entries.at[step], layout=PER_ROW, optimized=False) for entries in self.at.lists
         )
+        visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
         there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
         forms = zip(self.refs.levels, self.g.widths, self.g.bits, strict=True)
         levels = [gathered_rows(source.at[*self.head], there, C, bits) for source, C, bits in forms]
         reach = [gathered_bytes(source.at[*self.head], there) for source in self.refs.reach]
         gains = None if self.gains is None else gathered_gains(self.gains, blocks[0], self.g.columns)
-        return KeyBlock(levels.__getitem__, reach.__getitem__, self.span.counts(slots), gains)
+        return KeyBlock(levels.__getitem__, reach.__getitem__, visible, gains)
 
 
-def _loading_warp(step: Array) -> Array:
-    """Return the warp that starts the loads of a block: by turns, as each runs on a scheduler of its own."""
-    return lax.rem(step, jnp.int32(4))
+def _rows(g: Geometry) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (BLOCK, g.columns), 0, layout=plgpu.Layout.WGMMA)
 
 
 def spread_down(x: Array, shape: tuple[int, ...]) -> Array:
     """Broadcast one value per column to all rows."""
     return lax.broadcast_in_dim(x, shape, [1])
-
-
-def spread_right(x: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast one value per row to all columns."""
-    return lax.broadcast_in_dim(x, shape, [0])

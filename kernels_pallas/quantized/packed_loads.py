@@ -32,9 +32,9 @@ def block_rows(block: Any, M: int, C: int, bits: int) -> Array:
         thread = mgpu.utils.thread_idx()
         # Each of the four warps has sixteen rows.
         warp, quad = arith.divui(thread, _int(32)), arith.remui(arith.divui(thread, _int(QUAD)), _int(8))
-        pitch = C * bits // 8
-        first = _at(mgpu.utils.memref_ptr(block), _times(arith.addi(_times(warp, 16), quad), pitch))
-        return _read([first, _at(first, _int(8 * pitch))], M, C, bits)
+        first = arith.addi(_times(warp, 16), quad)
+        rows = [first, arith.addi(first, _int(8))]
+        return _read(mgpu.utils.memref_ptr(block), rows, M, C, bits)
 
     return read(block)
 
@@ -46,7 +46,7 @@ def gathered_rows(store: Any, slots: Array, C: int, bits: int) -> Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_ROW), return_type=_raw(M, C, bits))
     def gather(_: Any, store: Any, slots: Any) -> Any:
         rows = [_wide(_scalar(slots.registers[0, 0, half, 0, 0])) for half in range(2)]
-        return _read([_at(_global(store), _times(row, C * bits // 8)) for row in rows], M, C, bits)
+        return _read(_global(store), rows, M, C, bits)
 
     return gather(store, slots)
 
@@ -91,12 +91,12 @@ def _raw(M: int, C: int, bits: int) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((M, 8 * words_of(C, bits)), jnp.uint16, layout=plgpu.Layout.WGMMA)
 
 
-def _read(rows: list[Any], M: int, C: int, bits: int) -> Any:
-    """Load this thread's quarters of its two rows, given as pointers, each bit plane in whole words."""
+def _read(store: Any, rows: list[Any], M: int, C: int, bits: int) -> Any:
+    """Load this thread's quarters of its two rows, each bit plane in whole words."""
     layout, pair = plgpu.Layout.WGMMA.to_mgpu(), ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
     registers = np.empty(layout.registers_shape((M, 8 * words_of(C, bits))), dtype=object)
-    for half, plane in enumerate(rows):
-        found = []
+    for half, row in enumerate(rows):
+        plane, found = _at(store, _times(row, C * bits // 8)), []
         for of_plane in bit_planes(bits):
             found += _quarter(plane, C * of_plane // QUAD)
             plane = _at(plane, _int(C * of_plane // 8))

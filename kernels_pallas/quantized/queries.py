@@ -1,9 +1,9 @@
 """Query heads as the kernel for quantized keys reads them, and the order of their coordinates (ours).
 
 The query heads of a KV head are columns of tensor-core products, [B, K, columns, C]. Missing heads are zeros.
-Coordinates of each plane of keys are in the order of `unpack.columns`, times `unpack.factors`. What scores
-gain in a block of keys has the same columns, [B, K, blocks, columns], in base 2. For single tokens,
-`turn_and_store` and `score_blocks` write these forms, so that no other kernel arranges them.
+Coordinates of each plane of keys are in the order of `unpack.columns`. What scores gain in a block of keys
+has the same columns, [B, K, blocks, columns], in base 2. For single tokens, `turn_and_store` and
+`score_blocks` write these forms, so that no other kernel arranges them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float
 
 from kernels_pallas.common import LOG2_E
-from kernels_pallas.quantized.unpack import column_of, columns, factor_of, factors
+from kernels_pallas.quantized.unpack import column_of, columns
 
 PlaneForm = tuple[int, int]
 """Coordinates and bits of one plane of keys."""
@@ -32,8 +32,7 @@ def arrange_queries(
     B, N, _ = q.shape
     begins = np.cumsum([0, *(C for C, _ in planes)])
     order = np.concatenate([begin + columns(*form) for begin, form in zip(begins, planes, strict=False)])
-    scales = np.concatenate([factors(*form) for form in planes]).astype(q.dtype)
-    groups = (q[..., order] * scales).reshape(B, K, N // K, -1)
+    groups = q[..., order].reshape(B, K, N // K, -1)
     return jnp.pad(groups, ((0, 0), (0, 0), (0, columns_of(N // K) - N // K), (0, 0)))
 
 
@@ -45,16 +44,11 @@ def arrange_gains(gains: Float[Array, "B N blocks"], K: int) -> Float[Array, "B 
     return jnp.pad(by_block, ((0, 0), (0, 0), (0, 0), (0, columns_of(G) - G)))
 
 
-def place_of(coordinate: Array, planes: Sequence[PlaneForm]) -> tuple[Array, Array]:
-    """Return where each coordinate, int32, is among the arranged ones, and its factor, float32.
-
-    Coordinates past all planes stay in their places.
-    """
-    place, factor, begin = coordinate, jnp.ones(coordinate.shape, jnp.float32), 0
+def place_of(coordinate: Array, planes: Sequence[PlaneForm]) -> Array:
+    """Return the index of a coordinate, int32, among the arranged ones; past all planes it is unchanged."""
+    place, begin = coordinate, 0
     for C, bits in planes:
         inside = (coordinate >= begin) & (coordinate < begin + C)
-        column = column_of(coordinate - begin, C, bits)
-        place = jnp.where(inside, begin + column, place)
-        factor = jnp.where(inside, factor_of(column, C, bits), factor)
+        place = jnp.where(inside, begin + column_of(coordinate - begin, C, bits), place)
         begin += C
-    return place, factor
+    return place

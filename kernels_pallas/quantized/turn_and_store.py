@@ -403,7 +403,7 @@ def _store_share(
         column = lax.iota(jnp.int32, g.H)
         plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
         for form, out in zip(g.k.read_by(g.H), queries[1:], strict=False):
-            token.put_arranged(out, kv, part, x, form)
+            token.put_arranged(out, kv, part, x.astype(out.dtype), form)
             token.fill_missing(out, kv, part, g.G)
 
     def put_keys(index: int) -> None:
@@ -466,9 +466,8 @@ class _Token(NamedTuple):
     def put_arranged(self, ref: Any, kv: Array, member: Array, x: Array, form: Sequence[PlaneForm]) -> None:
         """Store one head of a group into arranged queries [B, K, columns, R]."""
         coordinate = lax.iota(jnp.int32, x.shape[0])
-        place, factor = place_of(coordinate, form)
-        at = ref.at[self.b, kv, member, place]
-        plt.store(at, (x * factor).astype(ref.dtype), mask=coordinate < ref.shape[3])
+        at = ref.at[self.b, kv, member, place_of(coordinate, form)]
+        plt.store(at, x, mask=coordinate < ref.shape[3])
 
     def fill_missing(self, ref: Any, kv: Array, member: Array, groups: int) -> None:
         """Store zeros into a share of the columns of arranged queries that no head has."""

@@ -1,12 +1,9 @@
-"""Unpacking of integers to bfloat16 in registers, with one or two instructions per pair (ours).
+"""Unpacking of integers to bfloat16 in registers, with a few instructions per pair (ours).
 
-A level n of b bits stands for (2n + 1)/2^b - 1. Its bits are inserted into the mantissa of one, from a bit p
-on. With the factor f = 2^(8 - p - b), the result v stands for f (v - 1) - (1 - 2^-b): f is a factor on the
-other operand or on the result of a product, and the constant is subtracted from sums. Few shifts move all
-levels of a word, because `PLACES` gives each its own p.
-
-If b is not a power of two, high and low bits of all levels are stored separately (`bit_planes`), and each
-costs one more instruction. Eight bits do not fit into a mantissa: v is 2n - 255, and stands for f v.
+A level n of b bits stands for the odd number 2n + 1 - 2^b, which bfloat16 represents exactly up to eight
+bits. The bits of 2n are inserted into the mantissa of 128, and 127 + 2^b is subtracted. If b is not a power
+of two, high and low bits of all levels are stored separately (`bit_planes`), and each costs one more
+instruction.
 """
 
 import math
@@ -24,23 +21,10 @@ from jaxlib.mlir.dialects import arith, llvm
 BITS = (2, 3, 4, 5, 6, 8)
 QUAD = 4
 """Threads that share a row in the wgmma layout; each has two columns of every eight."""
-PLACES = {
-    2: (1, 3, 5, 1, 3, 5, 1, 3),
-    3: (1, 2, 3, 4, 1, 2, 3, 4),
-    4: (3, 3, 3, 3),
-    5: (2, 2, 2, 2),
-    6: (1, 1, 1, 1),
-    8: (8, 8),
-}
-"""Bit of the mantissa from which the levels of each pair are inserted, by bits per level.
-
-Lower bits need fewer shifts, but sums then lose precision: tensor cores truncate them, and the constant that
-is subtracted is up to 43 times the largest level.
-"""
-_ONE, _OF_128 = 0x3F803F80, 0x43004300
-"""Two bfloat16 values 1, and 128."""
-_AND_OR, _SELECT = 0xEA, 0xE4
-"""Tables of lop3 for (a & b) | c, and for (a & c) | (b & ~c)."""
+_OF_128 = 0x43004300
+"""Two bfloat16 values 128."""
+_AND_OR = 0xEA
+"""Table of lop3 for (a & b) | c."""
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
@@ -56,8 +40,7 @@ def words_of(C: int, bits: int) -> int:
 def unpacked(words: Array, C: int, bits: int) -> Array:
     """Unpack rows of C levels, as loaded by `packed_loads`, to bfloat16 [M, C] in the wgmma layout.
 
-    Columns are in the order of `columns`. The results v stand for f (v - 1) - (1 - 2^-bits), with
-    f = `factors`; if bits is 8, for f v.
+    Columns are in the order of `columns`.
     """
     layout = plgpu.Layout.WGMMA
     out = plgpu.ShapeDtypeStruct((words.shape[0], C), jnp.bfloat16, layout=layout)
@@ -72,43 +55,11 @@ def unpacked(words: Array, C: int, bits: int) -> Array:
                 for word in words.registers[0, :, 0, 0, half, 0, 0, 0, 0]
             ]
             for i, pair in enumerate(_pairs(raw, C // QUAD, bits)):
-                registers[0, i, 0, 0, half, 0, 0, 0, 0] = _two(pair)
+                two = mgpu.utils.bitcast(pair, ir.VectorType.get((2,), ir.BF16Type.get()))
+                registers[0, i, 0, 0, half, 0, 0, 0, 0] = two
         return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
 
     return unpack(words)
-
-
-def filled_rows(M: int, values: np.ndarray) -> Array:
-    """Return M equal rows of bfloat16 in the wgmma layout; each eight columns have the same value."""
-    layout = plgpu.Layout.WGMMA
-    out = plgpu.ShapeDtypeStruct((M, len(values)), jnp.bfloat16, layout=layout)
-
-    @plgpu.inline_mgpu(return_type=out)
-    def fill(_: Any) -> Any:
-        wgmma = layout.to_mgpu()
-        registers = np.empty(wgmma.registers_shape(out.shape), dtype=object)
-        for index in np.ndindex(registers.shape):
-            registers[index] = _two(_both(float(values[2 * QUAD * index[1]])))
-        return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
-
-    return fill()
-
-
-def to_bfloat16(x: Array) -> Array:
-    """Round float32 in the wgmma layout, two values per instruction; the compiler would take two of each."""
-    layout = plgpu.Layout.WGMMA
-    out = plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
-    def convert(_: Any, x: Any) -> Any:
-        registers, i32 = np.empty_like(x.registers), ir.IntegerType.get_signless(32)
-        for index, pair in np.ndenumerate(x.registers):
-            high, low = (llvm.extractelement(pair, _int(i)) for i in (1, 0))
-            word = llvm.inline_asm(i32, [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
-            registers[index] = _two(word)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    return convert(x)
 
 
 def columns(C: int, bits: int) -> np.ndarray:
@@ -129,22 +80,6 @@ def column_of(coordinate: Array, C: int, bits: int) -> Array:
     return (within * (unit // 2) + pair) * (2 * QUAD) + thread * 2 + half
 
 
-def factors(C: int, bits: int) -> np.ndarray:
-    """Return the factor of each column of `unpacked`, float32, a power of two."""
-    pairs = _unit(C // QUAD, bits) // 2
-    exponents = [8 - bits - PLACES[bits][column // (2 * QUAD) % pairs] for column in range(C)]
-    return np.exp2(np.array(exponents, np.float32))
-
-
-def factor_of(column: Array, C: int, bits: int) -> Array:
-    """Return the factor of each column, int32, in float32: `factors` without a table in memory."""
-    pairs = _unit(C // QUAD, bits) // 2
-    table = sum(place << 4 * pair for pair, place in enumerate(PLACES[bits][:pairs]))
-    pair = lax.div(column, jnp.int32(2 * QUAD)) & (pairs - 1)
-    place = lax.shift_right_logical(jnp.full_like(pair, table), 4 * pair) & 15
-    return lax.bitcast_convert_type((127 + 8 - bits - place) << 23, jnp.float32)
-
-
 def _unit(count: int, bits: int) -> int:
     """Return the number of a thread's `count` coordinates that are unpacked together.
 
@@ -155,7 +90,7 @@ def _unit(count: int, bits: int) -> int:
 
 
 def _pairs(words: list[Any], count: int, bits: int) -> Iterator[Any]:
-    """Yield pairs of numbers of a thread's `count` coordinates, one from each half of a unit."""
+    """Yield pairs of odd numbers of a thread's `count` coordinates, one from each half of a unit."""
     planes, unit, held = bit_planes(bits), _unit(count, bits), []
     for plane in planes:
         each = -(-count * plane // 32)
@@ -167,8 +102,7 @@ def _pairs(words: list[Any], count: int, bits: int) -> Iterator[Any]:
             for of_plane, plane in zip(held, planes, strict=True)
         ]
         for i in range(unit // 2):
-            parts = [(field, i * plane, plane) for field, plane in zip(fields, planes, strict=True)]
-            yield _odd(*parts[0][:2]) if bits == 8 else _inserted(parts, PLACES[bits][i], _ONE)
+            yield _odd([(field, i * plane, plane) for field, plane in zip(fields, planes, strict=True)])
 
 
 def _halves(word: Any, begin: int, size: int) -> Any:
@@ -181,42 +115,30 @@ def _halves(word: Any, begin: int, size: int) -> Any:
     if size == 16:
         byte = begin // 8
         return asm(f"prmt.b32 $0, $1, $2, {0x4040 | byte + 1 << 8 | byte};", word, _int(0))
-    low, high = _moved(word, begin), _moved(word, begin + size // 2 - 16)
-    return asm(f"lop3.b32 $0, $1, $2, {0xFFFF}, {_SELECT};", low, high)
+    field = arith.andi(arith.shrui(word, _int(begin)), _int(2**size - 1))
+    return arith.ori(field, arith.shli(field, _int(16 - size // 2)))
 
 
-def _moved(word: Any, by: int) -> Any:
-    """Shift a word to the right, or to the left by a negative number of bits."""
-    if by == 0:
-        return word
-    return arith.shrui(word, _int(by)) if by > 0 else arith.shli(word, _int(-by))
-
-
-def _inserted(parts: list[tuple[Any, int, int]], place: int, onto: int) -> Any:
-    """Insert levels into the mantissas of two bfloat16, from bit `place` on.
+def _odd(parts: list[tuple[Any, int, int]]) -> Any:
+    """Convert levels to odd numbers, as two bfloat16.
 
     `parts` are the word, shift and number of bits of each plane, the highest first.
     """
-    raised = _int(onto)
+    bits = sum(part[2] for part in parts)
+    if bits == 8:
+        # From high and low nibbles: 2n - 255 = 16 (2h - 15) + (2l - 15).
+        ((word, shift, _),) = parts
+        low, high = (_odd([(word, shift + at, 4)]) for at in (0, 4))
+        return asm("fma.rn.bf16x2 $0, $1, $2, $3;", high, _both(16.0), low)
+    # 2n fits into the seven bits of a mantissa.
+    raised, place = _int(_OF_128), 1
     for word, shift, count in reversed(parts):
+        at = shift - place
+        moved = arith.shrui(word, _int(at)) if at > 0 else arith.shli(word, _int(-at))
         mask = (2**count - 1 << place) * 0x10001
-        raised = asm(f"lop3.b32 $0, $1, {mask}, $2, {_AND_OR};", _moved(word, shift - place), raised)
+        raised = asm(f"lop3.b32 $0, $1, {mask}, $2, {_AND_OR};", moved, raised)
         place += count
-    return raised
-
-
-def _odd(word: Any, shift: int) -> Any:
-    """Convert levels of eight bits to odd numbers, from nibbles: 2n - 255 = 16 (2h - 15) + (2l - 15)."""
-    low, high = (
-        asm("sub.rn.bf16x2 $0, $1, $2;", _inserted([(word, shift + at, 4)], 1, _OF_128), _both(128 + 15))
-        for at in (0, 4)
-    )
-    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", high, _both(16.0), low)
-
-
-def _two(word: Any) -> Any:
-    """View a word as two bfloat16."""
-    return mgpu.utils.bitcast(word, ir.VectorType.get((2,), ir.BF16Type.get()))
+    return asm("sub.rn.bf16x2 $0, $1, $2;", raised, _both(127 + 2**bits))
 
 
 def _both(value: float) -> Any:

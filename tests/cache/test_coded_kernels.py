@@ -17,7 +17,7 @@ from kernels_pallas import (
     round_tokens,
     turn_and_store,
 )
-from kernels_pallas.quantized.unpack import columns, factors
+from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.codes.gaussian import Gaussian
@@ -112,8 +112,7 @@ def by_head(q, keys):
         return x.reshape(len(q), heads, -1, q.shape[-1])
     begins = np.cumsum([0, *(plane.width for plane in keys)])
     order = [b + columns(plane.width, plane.bits) for b, plane in zip(begins, keys, strict=False)]
-    scales = np.concatenate([factors(plane.width, plane.bits) for plane in keys])
-    return (x / scales)[..., np.argsort(np.concatenate(order))]
+    return x[..., np.argsort(np.concatenate(order))]
 
 
 def plain_scores(q, index, begin, end, *, scale, block_table=None):

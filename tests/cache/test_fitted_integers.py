@@ -10,8 +10,8 @@ from zdc_jax.cache.codes.code import pack
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 BITS = (2, 3, 4, 5, 6, 8)
-REACHES = np.arange(0, 248 << 7, 1 << 7, dtype=np.uint16).view(np.float16).astype(np.float64)
-"""The scales of codes 0 to 247, which are the upper bits of a float16."""
+REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
+"""The scales of codes 0 to 254."""
 ONE_STEP = {2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495}
 """Mean square error of a unit Gaussian with even levels of the best scale (Max 1960, table II)."""
 

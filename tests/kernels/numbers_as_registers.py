@@ -1,6 +1,5 @@
 """Unpacking of levels, instruction by instruction, with Python's integers as registers."""
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ ARITH = SimpleNamespace(
 
 
 def unpacked(patch: pytest.MonkeyPatch, row: np.ndarray, C: int, bits: int) -> np.ndarray:
-    """Unpack a row uint8 [C·bits/8] with its four threads; return what columns stand for."""
+    """Unpack a row uint8 [C·bits/8] with its four threads, and return it in the order of columns."""
     found = np.zeros((C // 8, 4, 2), np.float64)
     for thread in range(4):
         for module in (packed_loads, unpack):
@@ -42,8 +41,7 @@ def unpacked(patch: pytest.MonkeyPatch, row: np.ndarray, C: int, bits: int) -> n
         assert len(words) == unpack.words_of(C, bits)
         for tile, pair in enumerate(unpack._pairs(words, C // 4, bits)):
             found[tile, thread] = _floats(pair)
-    v, f = found.reshape(C), unpack.factors(C, bits)
-    return f * v if bits == 8 else f * (v - 1) - (1 - 2.0**-bits)
+    return found.reshape(C)
 
 
 def _words(row: np.ndarray, begin: int, size: int, piece: int) -> list[int]:
@@ -73,14 +71,9 @@ def _asm(text: str, *operands: Any) -> int:
             selector = int(immediate[-1])
             return int.from_bytes((pool[selector >> 4 * i & 7] for i in range(4)), "little")
         case "lop3.b32":
-            of_operands = iter(operands)
-            a, b, c = (next(of_operands) if x.startswith("$") else int(x) for x in immediate[1:4])
-            found = 0
-            for index in range(8):  # Bits of the table, one for each combination of bits of a, b and c.
-                if int(immediate[4]) >> index & 1:
-                    chosen = (x if index & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
-                    found |= functools.reduce(int.__and__, chosen)
-            return found & MASK
+            moved, raised = operands
+            assert immediate[-1] == str(0xEA), "(a & b) | c"
+            return moved & int(immediate[2]) | raised
         case "shf.r.clamp.b32":
             low, high, shift = operands
             return (low | high << 32) >> shift & MASK

@@ -5,7 +5,6 @@ not support: unpacking in registers and products of registers. On a GPU, all of 
 """
 
 import re
-from types import SimpleNamespace
 
 import compiled_codes
 import interpreting
@@ -29,10 +28,9 @@ from kernels_pallas import (
 from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.quantized import key_blocks, unpack
 from kernels_pallas.quantized.attention import LARGEST_SUM
-from kernels_pallas.quantized.inputs import default_config
 from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
-from kernels_pallas.quantized.unpack import BITS, column_of, columns, factor_of, factors
+from kernels_pallas.quantized.unpack import BITS, column_of, columns
 from zdc_jax.cache.codes.code import pack
 from zdc_jax.cache.codes.code import unpack as levels_of
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
@@ -107,26 +105,6 @@ def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
 
 
-@pytest.mark.parametrize(
-    ("rows", "S", "parts"), [(8, 131072, 66), (8, 2048, 8), (64, 17408, 8), (128, 17408, 12), (512, 17408, 4)]
-)
-def test_default_parts_fill_the_device(rows, S, parts):
-    assert default_config(rows, S).splits == parts
-
-
-@pytest.mark.parametrize(
-    ("count", "least", "shares"),
-    [(60, 6, [6] * 10 + [0] * 2), (96, 6, [8] * 12), (3, 6, [3] + [0] * 11), (12, 1, [1] * 12)],
-)
-def test_parts_of_a_store_are_not_too_short(count, least, shares):
-    g = SimpleNamespace(parts=12, chosen=0, least=least)
-    spans = [
-        key_blocks.Span.of(g, jnp.int32(70), jnp.int32(64 + 64 * count), jnp.int32(i)) for i in range(12)
-    ]
-    assert [int(span.last - span.first) for span in spans] == shares
-    assert int(spans[0].first) == 1
-
-
 WIDTHS = (16, 32, 48, 64, 96, 112, 128, 256)
 
 
@@ -138,7 +116,6 @@ def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
     np.testing.assert_array_equal(np.sort(coordinate), np.arange(C))
     np.testing.assert_array_equal(coordinate // (C // 4), thread)
     np.testing.assert_array_equal(column_of(jnp.asarray(coordinate), C, bits), np.arange(C))
-    np.testing.assert_array_equal(factor_of(jnp.arange(C), C, bits), factors(C, bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -149,7 +126,7 @@ def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
     levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
     row = np.asarray(pack(jnp.asarray(levels), bits))
     found = numbers_as_registers.unpacked(monkeypatch, row, C, bits)
-    np.testing.assert_array_equal(found, (2 * levels[columns(C, bits)] + 1.0) / 2**bits - 1)
+    np.testing.assert_array_equal(found, 2 * levels[columns(C, bits)].astype(int) + 1 - 2**bits)
 
 
 @pytest.mark.parametrize(
@@ -303,28 +280,22 @@ class Case:
 
 def _plain_unpacked(rows, C, bits):
     """Unpack into `columns` without a table: by thread, unit, half of the unit and place."""
-    each, f = unpack._unit(C // 4, bits), factor_of(jax.lax.iota(jnp.int32, C), C, bits)
-    fraction = (2 * levels_of(rows, bits).astype(jnp.float32) + 1) / 2**bits - 1
-    found = fraction.reshape(len(rows), 4, -1, 2, each // 2).transpose(0, 2, 4, 1, 3).reshape(len(rows), C)
-    return (found / f if bits == 8 else 1 + (found + 1 - 2.0**-bits) / f).astype(jnp.bfloat16)
+    each = unpack._unit(C // 4, bits)
+    odd = 2 * levels_of(rows, bits).astype(jnp.int32) + (1 - 2**bits)
+    found = odd.reshape(len(rows), 4, -1, 2, each // 2)
+    return found.transpose(0, 2, 4, 1, 3).reshape(len(rows), C).astype(jnp.bfloat16)
 
 
-def _plain_products(left, right, _, meanwhile=lambda: None):
-    def product(i):
-        a, b = left(i), right[i][...]
-        a = a if isinstance(a, jax.Array) else a[...]
-        return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32).T, precision="highest")
-
-    products = [product(i) for i in range(len(right))]
+def _plain_product(a, b, _, meanwhile=lambda: None):
+    a = a if isinstance(a, jax.Array) else a[...]
+    product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
     meanwhile()
-    return products
+    return product
 
 
 PLAIN = {
     "unpacked": _plain_unpacked,
-    "filled_rows": lambda M, values: jnp.concatenate([jnp.full((M, 8), float(v)) for v in values[::8]], 1),
-    "to_bfloat16": lambda x: x.astype(jnp.bfloat16),
-    "_products": _plain_products,
+    "_product": _plain_product,
     "_wait_for_all": plgpu.commit_smem,  # This is such a barrier for the interpreter.
 }
 LOADS = {
