@@ -8,26 +8,23 @@ does not help: it needs the lowered program to find the compiled one.
 import functools
 import hashlib
 import inspect
-import pickle
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax import export
 from jax.tree_util import PyTreeDef
+
+from kernels_pallas import stored
 
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 """Custom calls of Pallas kernels. Only other versions of JAX might not read them."""
 FOLDER = "zdc-kernels"
-"""Folder of lowered launches in JAX's folder of compiled programs. Who writes there runs code in this
-process."""
+"""Name of the folder of lowered launches."""
 
 
 class Lowered(NamedTuple):
@@ -88,8 +85,8 @@ def _lower(
 ) -> Lowered:
     """Load a launch for arrays of these shapes, which `tree` arranges, or lower and store it."""
     file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {tree} {shapes} {options}")
-    if file is not None and (stored := _load(file)):
-        return stored
+    if file is not None and (found := _load(file)):
+        return found
     results = []
 
     def call(*leaves: Any) -> list[Any]:
@@ -106,48 +103,27 @@ def _lower(
 
 
 def _find_file(name: str) -> Path | None:
-    """Return the file of a launch, or None if the process keeps no programs, or keeps them in a remote store.
+    """Return the file of a launch, or None if the process keeps none.
 
     Machines with other GPUs may share the folder.
     """
-    folder = jax.config.jax_compilation_cache_dir
-    if folder is None or "://" in folder:
-        return None
+    folder = stored.find_folder(FOLDER, Path(__file__).parent)
     key = f"{jax.devices()[0].device_kind} {name}"
-    return Path(folder) / FOLDER / _version() / hashlib.sha256(key.encode()).hexdigest()
-
-
-@functools.cache
-def _version() -> str:
-    """Return a hash of the sources of kernels and of the version of JAX."""
-    root = Path(__file__).parent
-    found = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
-    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+    return folder and folder / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _load(file: Path) -> Lowered | None:
     """Return a stored launch; None if there is none, or none that can be read."""
+    if (value := stored.load(file)) is None:
+        return None
     try:
-        serialized, results = pickle.loads(file.read_bytes())
+        serialized, results = value
         return Lowered(export.deserialize(bytearray(serialized)), results)
     except Exception:  # A damaged file may raise anything, and is written again.
         return None
 
 
 def _store(file: Path, lowered: Lowered) -> None:
-    """Store a launch as a whole file, and delete those of other versions.
-
-    Nothing is stored on a full disk, or without the package `flatbuffers`, which JAX needs for this.
-    """
-    partial = file.with_name(f".{uuid4().hex}")
-    try:
-        if not file.parent.exists():
-            shutil.rmtree(file.parent.parent, ignore_errors=True)
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial.write_bytes(pickle.dumps((bytes(lowered.exported.serialize()), lowered.results)))
-        partial.replace(file)
-    except (OSError, ImportError):
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+    """Store a launch; without the package `flatbuffers`, which JAX needs for this, nothing is stored."""
+    with suppress(ImportError):
+        stored.store(file, (bytes(lowered.exported.serialize()), lowered.results))

@@ -113,7 +113,9 @@ def cast(tree: Any, dtype: jnp.dtype) -> Any:
         return np.float32 if name in precise else dtype
 
     return {
-        name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(choose_dtype(name))
+        name: cast(value, dtype)
+        if isinstance(value, dict)
+        else np.asarray(value).astype(choose_dtype(name), copy=False)
         for name, value in tree.items()
     }
 

@@ -2,9 +2,13 @@
 
 import functools
 import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,7 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
-from zdc_jax.fold import cast, prepared_layers
+from zdc_jax.fold import cast, prepared_layer
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.mesh import MeshConfig
@@ -28,6 +32,8 @@ from zdc_jax.presets import resolve_plan
 
 logger = logging.getLogger("zdc_jax")
 
+AHEAD = 4
+"""Layers that are read and folded while one is sent to the device. Each takes host memory."""
 OVERFLOWING = frozenset({"gemma3_text"})
 """Families whose activations exceed the range of float16, as in vLLM."""
 
@@ -123,7 +129,7 @@ def load(
       max_positions: longest context, in tokens. Default: that of the checkpoint. Rotary scaling `yarn` and
         `dynamic` allow up to `factor` times the context of training. `longrope` and `dynamic` choose their
         frequencies by `max_positions`, not by the length of a prompt.
-      mesh: devices to run on, or a string for `MeshConfig.parse`. Default: one device. Layers are read one
+      mesh: devices to run on, or a string for `MeshConfig.parse`. Default: one device. Layers are sent one
         at a time, and each device receives its share.
       weights: placement of the weights on a mesh: `replicated`, or `gathered` from all devices layer by
         layer, which saves memory (`zdc_jax.parallel.weights`).
@@ -165,9 +171,14 @@ def load(
             checkpoint.config.max_positions,
         )
     check_basis(payload, basis)
-    embeddings = cast(checkpoint.embeddings(), target)
-    stored = (checkpoint.layer(index) for index in range(config.num_layers))
-    layers = prepared_layers(stored, config, plan, basis, target, payload)
+
+    def read_layer(index: int) -> dict[str, Any]:
+        return prepared_layer(index, checkpoint.layer(index), config, plan, basis, target, payload)
+
+    reads: list[Callable[[], dict[str, Any]]] = [lambda: cast(checkpoint.embeddings(), target)]
+    reads += (partial(read_layer, index) for index in range(config.num_layers))
+    read = _call_ahead(reads)
+    embeddings, layers = next(read), read
     network = Transformer(
         config,
         plan,
@@ -179,6 +190,20 @@ def load(
         payload=payload,
     )
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
+
+
+def _call_ahead[T](functions: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """Yield the results of functions in order; threads compute the next `AHEAD` ones meanwhile."""
+    threads, started = ThreadPoolExecutor(AHEAD), deque[Future[T]]()
+    try:
+        for function in functions:
+            started.append(threads.submit(function))
+            if len(started) > AHEAD:
+                yield started.popleft().result()
+        while started:
+            yield started.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def choose_dtype(config: ModelConfig, dtype: str | None) -> str:

@@ -6,33 +6,43 @@ from typing import Any, cast
 
 import pytest
 
-from zdc_jax.engine.compiling import Lowering, compile_all
+from zdc_jax.engine import stored_programs
+from zdc_jax.engine.compiling import compile_all
+from zdc_jax.engine.program import Program
 
 
-class Program:
-    """Program that compiles to its own name."""
+class Named:
+    """Lowered program that compiles to its name."""
 
     def __init__(self, name: str):
         self.name = name
+
+    def lower(self) -> "Named":
+        return self
 
     def compile(self) -> str:
         return self.name
 
 
-class Interrupted(Program):
-    """Program during whose compilation the user presses Ctrl-C."""
+class Interrupted(Named):
+    """Lowered program during whose compilation the user presses Ctrl-C."""
 
     def compile(self) -> str:
         raise KeyboardInterrupt
 
 
-def lower(program: Program) -> Lowering:
-    return cast(Any, lambda: program)
+def prepare(*programs: Named) -> dict[str, Program]:
+    return cast(Any, {program.name: program for program in programs})
+
+
+@pytest.fixture(autouse=True)
+def none_stored(monkeypatch):
+    monkeypatch.setattr(stored_programs, "find_file", lambda program: None)
 
 
 def test_the_number_of_programs_is_said_first(caplog):
     with caplog.at_level(logging.INFO, logger="zdc_jax.engine"):
-        assert compile_all({name: lower(Program(name)) for name in "ab"}) == {"a": "a", "b": "b"}
+        assert compile_all(prepare(Named("a"), Named("b"))) == {"a": "a", "b": "b"}
     assert caplog.messages[0] == "compiling 2 programs; without a GPU this takes minutes"
     assert len(caplog.messages) == 3
 
@@ -46,6 +56,6 @@ def test_a_second_interrupt_ends_the_process_while_programs_compile(caplog, monk
 
     monkeypatch.setattr(signal, "signal", record)
     with pytest.raises(KeyboardInterrupt):
-        compile_all({"a": lower(Interrupted("a")), "b": lower(Program("b"))})
+        compile_all(prepare(Interrupted("a"), Named("b")))
     assert calls == [(signal.SIGINT, signal.SIG_DFL), (signal.SIGINT, "before")]
     assert any(message.endswith("end first; Ctrl-C ends at once") for message in caplog.messages)

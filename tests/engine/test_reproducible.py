@@ -10,8 +10,9 @@ from conftest import LLAMA, TinyModel
 from zdc_jax import methods
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
+from zdc_jax.fold import prepared_layers
 from zdc_jax.generation.api import generate
-from zdc_jax.loading import LanguageModel, prepared_layers
+from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from zdc_jax.axes import Array
-from zdc_jax.engine.compiling import Lowering
+from zdc_jax.engine.program import Program
 from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose, take_flat
+from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 
@@ -34,8 +34,8 @@ def list_choosing(
     *,
     widths: Sequence[int],
     where: Sharding | None,
-) -> Iterator[tuple[str, Lowering]]:
-    """Yield the names of the programs and how to lower them.
+) -> Iterator[tuple[str, Program]]:
+    """Yield the names and the programs.
 
     Args:
       network: network of the engine.
@@ -46,8 +46,8 @@ def list_choosing(
     """
     embeddings = Flat.of(network.embeddings)
 
-    def lower(step: Callable[..., Any], *inputs: Any, **options: Any) -> Lowering:
-        return partial(jax.jit(take_flat(step), out_shardings=where, **options).lower, embeddings, *inputs)
+    def program(step: Callable[..., Any], *inputs: Any, **options: Any) -> Program:
+        return Program(partial(_run, step), (embeddings, *inputs), {"out_shardings": where, **options})
 
     def describe(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
@@ -66,13 +66,13 @@ def list_choosing(
         step = partial(choose_in_batch, step=name, choice=choice)
         # The counts are updated in place.
         donated = {"donate_argnums": 1} if is_shaped else {}
-        yield name_choosing(name, choice, is_shaped), lower(step, *inputs, **donated)
+        yield name_choosing(name, choice, is_shaped), program(step, *inputs, **donated)
     for width in widths:
         inputs = describe(network.dtype, width, D), describe(jnp.int32, width)
-        yield name_score(width), lower(_score, *inputs)
+        yield name_score(width), program(_score, *inputs)
     one = describe(jnp.int32, vocab), describe(jnp.float32, vocab)
-    put = jax.jit(_put_row, donate_argnums=0, out_shardings=where)
-    yield SHAPE, partial(put.lower, shaping[:2], describe(jnp.int32), one)
+    options = {"donate_argnums": 0, "out_shardings": where}
+    yield SHAPE, Program(_put_row, (shaping[:2], describe(jnp.int32), one), options)
 
 
 def name_choosing(step: Step, choice: Choice, is_shaped: bool) -> str:
@@ -131,6 +131,10 @@ def choose_in_batch(
             (last, done, counts),
         )
     return last, done, chosen, counts
+
+
+def _run(step: Callable[..., Any], embeddings: Flat[Embeddings], *inputs: Any) -> Any:
+    return step(embeddings.whole, *inputs)
 
 
 def _score(embeddings: Embeddings, hidden: Array, tokens: Array) -> Scores:

@@ -4,39 +4,45 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
 
+from zdc_jax.engine import stored_programs
+from zdc_jax.engine.program import Program
+
 logger = logging.getLogger("zdc_jax.engine")
 
-Lowering = Callable[[], Lowered]
-"""Function that lowers a program."""
 
-
-def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
+def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     """Compile programs and log each of them, since all together take up to minutes.
 
-    An interrupt waits for the programs that are being compiled. Meanwhile SIGINT ends the process.
+    Programs that an earlier process stored are loaded. An interrupt waits for the programs that are being
+    compiled. Meanwhile SIGINT ends the process.
     """
+    # XLA loads and compiles without Python's lock, so the next program is lowered meanwhile.
+    threads = ThreadPoolExecutor()
+    files = {name: stored_programs.find_file(program) for name, program in programs.items()}
+    compiled = _load_all(programs, files, threads)
+    missing = {name: program for name, program in programs.items() if name not in compiled}
     counter = itertools.count(1)
 
     def compile_one(name: str, lowered: Lowered) -> Compiled:
         began = time.monotonic()
         program = lowered.compile()
         seconds = time.monotonic() - began
-        logger.info("compiled %d of %d programs (%s: %.1f s)", next(counter), len(lowerings), name, seconds)
+        logger.info("compiled %d of %d programs (%s: %.1f s)", next(counter), len(missing), name, seconds)
+        stored_programs.store(files[name], program)
         return program
 
-    # XLA compiles without Python's lock, so the next program is lowered meanwhile.
-    threads = ThreadPoolExecutor()
     slow = "" if jax.default_backend() == "gpu" else "; without a GPU this takes minutes"
-    logger.info("compiling %d programs%s", len(lowerings), slow)
+    if missing:
+        logger.info("compiling %d programs%s", len(missing), slow)
     try:
-        futures = {name: threads.submit(compile_one, name, lower()) for name, lower in lowerings.items()}
-        return {name: future.result() for name, future in futures.items()}
+        futures = {name: threads.submit(compile_one, name, one.lower()) for name, one in missing.items()}
+        compiled |= {name: future.result() for name, future in futures.items()}
     except KeyboardInterrupt:
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -45,3 +51,18 @@ def compile_all(lowerings: dict[str, Lowering]) -> dict[str, Compiled]:
         raise
     finally:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
+    stored_programs.trim()
+    return compiled
+
+
+def _load_all(
+    programs: dict[str, Program], files: dict[str, Any], threads: ThreadPoolExecutor
+) -> dict[str, Compiled]:
+    """Load the programs that are stored, and log how many."""
+    began = time.monotonic()
+    loaded = threads.map(stored_programs.load, files.values(), programs.values())
+    found = {name: program for name, program in zip(programs, loaded, strict=True) if program}
+    if found:
+        seconds = time.monotonic() - began
+        logger.info("loaded %d of %d programs (%.1f s)", len(found), len(programs), seconds)
+    return found

@@ -26,9 +26,10 @@ from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
-from zdc_jax.engine.compiling import Lowering, compile_all
+from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.program import Program
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
     PrefillState,
@@ -188,8 +189,8 @@ class Runner:
         padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
         padded[: len(pages)] = pages
         if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
-            program = _jit_donated(clear, self._state)
-            self._programs["clear"] = program.lower(self._state, np.int32(row), padded).compile()
+            program = _update(clear, self._state, np.int32(row), padded)
+            self._programs["clear"] = program.compile()
         self._state = self._programs["clear"](self._state, np.int32(row), padded)
 
     def restore_tail(self, row: int, tail: int) -> None:
@@ -331,63 +332,58 @@ class Runner:
             self._table = jax.device_put(self._pages.copy(), self._where)
         return self._table
 
-    def _list_programs(self) -> Iterator[tuple[str, Lowering]]:
-        """Yield the names of all programs and how to lower them; those that compile longest come first."""
+    def _list_programs(self) -> Iterator[tuple[str, Program]]:
+        """Yield the names and the programs; those that compile longest come first."""
         layout, widest = self.layout, self._widths[0]
 
-        def lower_prefill(step: Callable[..., Any], *lengths: int) -> Lowering:
+        def prefill(step: Callable[..., Any], *lengths: int) -> Program:
             state = PrefillState(self._state, self._tails)
-            return self._lower(step, PREFILL_OPTIONS, state, sum(lengths))
+            return self._step(step, PREFILL_OPTIONS, state, sum(lengths))
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
             step = partial(prefill_and_decode, count, self.grouping.longest, layout.rows)
             lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
-            yield _name_prefill_and_decode(count, width), lower_prefill(step, *lengths)
+            yield _name_prefill_and_decode(count, width), prefill(step, *lengths)
         if (chunk := self.whole) is not None:
             doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
             for width in {self._pad_width(chunk << i) for i in doublings}:
-                yield _name_prefill_whole(width), lower_prefill(prefill_whole, CHUNK_HEADER, width)
+                yield _name_prefill_whole(width), prefill(prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
         alone = partial(prefill_and_decode, 1, 0, 0) if self.together else prefill_chunk
         for width in self._list_alone_widths() if self.together else self._widths:
-            yield _name_prefill(width), lower_prefill(alone, CHUNK_HEADER, width)
+            yield _name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
-        yield "decode", self._lower(decode_once, options, self._state, layout.rows, 1 + WIDTH)
+        yield "decode", self._step(decode_once, options, self._state, layout.rows, 1 + WIDTH)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
             loop = partial(decode_loop, self.steps, choice)
             name = _name_decode_loop(count, choice)
-            yield name, self._lower(loop, options, self._state, count, 1 + WIDTH)
+            yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
         yield from list_choosing(
             self._network, self._state, self._shaping, widths=self._widths, where=self._where
         )
         if layout.tails:
-            restore = _jit_donated(restore_tail, self._state)
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            yield "restore tail", partial(restore.lower, self._state, self._tails, pair)
+            yield "restore tail", _update(restore_tail, self._state, self._tails, pair)
 
     def _list_alone_widths(self) -> list[int]:
         """Return the widths of chunks that run alone."""
         doublings = range((self.alone // self._widths[0]).bit_length() + 1)
         return sorted({min(self._widths[0] << i, self.alone) for i in doublings}, reverse=True)
 
-    def _lower[S: (DecodeState, PrefillState)](
+    def _step[S: (DecodeState, PrefillState)](
         self, step: Callable[..., Any], options: dict[str, Any], state: S, *packed_shape: int
-    ) -> Lowering:
-        """Return how to lower a program of layers whose packed inputs have this shape.
+    ) -> Program:
+        """Return a program of layers whose packed inputs have this shape.
 
         `state` is what the step updates, the state of the batch alone or with the snapshots.
         """
-
-        def run(flat: Flat[Transformer], state: S, table: Array, packed: Array) -> tuple[S, Any]:
-            state, result = step(flat.whole, with_table(state, table), packed)
-            return with_table(state, None), result
-
         describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
+        arguments = self._flat, state, describe(self._pages.shape), describe(packed_shape)
         shardings = _get_shardings(state), self._where
-        program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        return partial(program.lower, self._flat, state, describe(self._pages.shape), describe(packed_shape))
+        given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
+        return Program(partial(_run_step, step), arguments, given)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
@@ -445,9 +441,18 @@ def _get_shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _jit_donated(copy: Callable[..., Any], tree: Any) -> Any:
-    """Compile a function whose first argument and result are trees like `tree`."""
-    return jax.jit(copy, donate_argnums=0, out_shardings=_get_shardings(tree))
+def _run_step[S: (DecodeState, PrefillState)](
+    step: Callable[..., Any], flat: Flat[Transformer], state: S, table: Array, packed: Array
+) -> tuple[S, Any]:
+    """Run a step with the page table in its state; return the state without it, and the result."""
+    state, result = step(flat.whole, with_table(state, table), packed)
+    return with_table(state, None), result
+
+
+def _update(function: Callable[..., Any], state: DecodeState, *inputs: Any) -> Program:
+    """Return a program that updates the state in place."""
+    options = {"donate_argnums": 0, "out_shardings": _get_shardings(state)}
+    return Program(function, (state, *inputs), options)
 
 
 def needed_bytes(program: Compiled) -> int:
