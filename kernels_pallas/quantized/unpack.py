@@ -2,8 +2,11 @@
 
 A level n of b bits stands for the odd number 2n + 1 - 2^b, which bfloat16 represents exactly up to eight
 bits. The bits of 2n are inserted into the mantissa of 128, and 127 + 2^b is subtracted. If b is not a power
-of two, high and low bits of all levels are stored separately (`bit_planes`), and each costs one more
-instruction.
+of two, high and low bits of all levels are stored separately (`bit_planes`). Single low bits are joined with
+the high bits of several levels at once.
+
+Integer and logic instructions bind the kernel that unpacks in its inner loop: they have half the rate of
+others. Multiplications, and shifts to the left, which compile to multiplications, run at the same time.
 """
 
 import math
@@ -23,8 +26,8 @@ QUAD = 4
 """Threads that share a row in the wgmma layout; each has two columns of every eight."""
 _OF_128 = 0x43004300
 """Two bfloat16 values 128."""
-_AND_OR = 0xEA
-"""Table of lop3 for (a & b) | c."""
+_AND_OR, _OR_AND, _SELECT = 0xEA, 0xA8, 0xE4
+"""Tables of lop3 for (a & b) | c, (a | b) & c, and (a & c) | (b & ~c)."""
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
@@ -97,12 +100,72 @@ def _pairs(words: list[Any], count: int, bits: int) -> Iterator[Any]:
         held.append(words[:each])
         words = words[each:]
     for first in range(0, count, unit):
-        fields = [
-            _halves(of_plane[first * plane // 32], first * plane % 32, unit * plane)
+        at = [
+            (of_plane[first * plane // 32], first * plane % 32)
             for of_plane, plane in zip(held, planes, strict=True)
         ]
+        if bits in (3, 5):
+            high, low = at
+            yield from _joined_pairs(high, low, unit, bits)
+            continue
+        fields = [_halves(*each, unit * plane) for each, plane in zip(at, planes, strict=True)]
         for i in range(unit // 2):
             yield _odd([(field, i * plane, plane) for field, plane in zip(fields, planes, strict=True)])
+
+
+def _joined_pairs(highs: tuple[Any, int], lows: tuple[Any, int], unit: int, bits: int) -> Iterator[Any]:
+    """Yield the pairs of a unit of levels with a plane of single low bits.
+
+    High bits and low bits of all even levels of each half, and of all odd ones, are joined by one instruction
+    each. A level then takes one more to extract, instead of one for each plane.
+
+    Args:
+      highs: word of the plane of high bits, and the first bit of the unit.
+      lows: those of the plane of low bits.
+      unit: levels of the unit.
+      bits: bits of a level.
+    """
+    plane, count = bits - 1, unit // 2
+    high, low = _halves(*highs, unit * plane), _low_bits(*lows, count)
+    if plane == 2:
+        # Every four bits have the high bits of an even level and of an odd one. Low bits move below them:
+        # bits 0 and 1 of every four are those of the even and of the odd level.
+        if count > 4:
+            low = asm(f"lop3.b32 $0, $1, $2, {0x0F0F0F0F}, {_OR_AND};", low, _shifted_left(low, 4))
+        if count > 2:
+            low = arith.ori(low, _shifted_left(low, 2))
+        pairs = (_shifted_left(high, 2), _shifted_left(low, 1)), (high, low)
+        above, apart = 0xCCCCCCCC, 4
+    else:
+        # Every eight bits have those of an even level and of an odd one. They move to bits 2 to 5, and the
+        # low bits of levels 0 and 2, or of 1 and 3, to bits 1 and 9.
+        pairs = (
+            (_shifted_left(high, 2), arith.muli(low, _int(1 << 1 | 1 << 7))),
+            (arith.shrui(high, _int(2)), arith.muli(low, _int(1 << 0 | 1 << 6))),
+        )
+        above, apart = 0x3C3C3C3C, 8
+    joined = [asm(f"lop3.b32 $0, $1, $2, {above}, {_SELECT};", *pair) for pair in pairs]
+    for i in range(count):
+        yield _odd([(joined[i % 2], apart * (i // 2) + 1, bits)])
+
+
+def _low_bits(word: Any, begin: int, count: int) -> Any:
+    """Extract `count` bits of a word from `begin` on to the lower half, and the next ones to the upper half.
+
+    All other bits are zeros. Up to eight bits belong to each half.
+    """
+    if count == 8:
+        return _halves(word, begin, 16)
+    mask = 2**count - 1
+    if count == 4:
+        word = asm(f"prmt.b32 $0, $1, $2, {0x4440 | begin // 8};", word, _int(0))
+    else:
+        word = arith.andi(arith.shrui(word, _int(begin)), _int(2 ** (2 * count) - 1))
+    return asm(f"lop3.b32 $0, $1, $2, {mask * 0x10001}, {_OR_AND};", word, _shifted_left(word, 16 - count))
+
+
+def _shifted_left(word: Any, by: int) -> Any:
+    return arith.shli(word, _int(by))
 
 
 def _halves(word: Any, begin: int, size: int) -> Any:

@@ -71,9 +71,14 @@ def _asm(text: str, *operands: Any) -> int:
             selector = int(immediate[-1])
             return int.from_bytes((pool[selector >> 4 * i & 7] for i in range(4)), "little")
         case "lop3.b32":
-            moved, raised = operands
-            assert immediate[-1] == str(0xEA), "(a & b) | c"
-            return moved & int(immediate[2]) | raised
+            a, b = operands
+            match int(immediate[-1]):
+                case 0xEA:
+                    return a & int(immediate[2]) | b
+                case 0xA8:
+                    return (a | b) & int(immediate[3])
+                case 0xE4:
+                    return a & int(immediate[3]) | b & ~int(immediate[3])
         case "shf.r.clamp.b32":
             low, high, shift = operands
             return (low | high << 32) >> shift & MASK
