@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from zdc_jax import methods
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, PlanError
-from zdc_jax.fold import mean_of_bias
 from zdc_jax.plan import CompressionPlan
 
 logger = logging.getLogger("zdc_jax")
@@ -150,15 +150,11 @@ def coded_plan(checkpoint: Checkpoint, basis: Basis | None, settings: dict[str, 
     plan = plan.for_model(checkpoint.fingerprint)
     if basis is None:
         plan = replace(plan, rotated=False, method="coded", settings=chosen)
-        return plan.with_shift(_list_biased(checkpoint))
+        return plan.with_shift(_list_biased(config))
     plan = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
     return replace(plan, method="coded", settings=chosen).with_shift(basis.shifted)
 
 
-def _list_biased(checkpoint: Checkpoint) -> list[bool]:
-    """Return for each layer whether its keys have a bias that they can leave out."""
-    config = checkpoint.config
-    return [
-        spec.window is None and mean_of_bias(checkpoint.layer(index)["attention"], config, index) is not None
-        for index, spec in enumerate(config.layers)
-    ]
+def _list_biased(config: ModelConfig) -> list[bool]:
+    """Return for each layer whether its keys have a bias that they can leave out (`mean_of_bias`)."""
+    return [config.qkv_bias and spec.window is None and not spec.qk_norm for spec in config.layers]
