@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from threadpoolctl import threadpool_limits
 from tokenizers import Tokenizer
 
 from kernels_pallas import device_refusal
@@ -178,17 +179,19 @@ def load(
     reads: list[Callable[[], dict[str, Any]]] = [lambda: cast(checkpoint.embeddings(), target)]
     reads += (partial(read_layer, index) for index in range(config.num_layers))
     read = _call_ahead(reads)
-    embeddings, layers = next(read), read
-    network = Transformer(
-        config,
-        plan,
-        embeddings,
-        layers,
-        devices,
-        reproducible=reproducible,
-        weights=weights,
-        payload=payload,
-    )
+    # Matrices are too small for BLAS's own threads, which would wait for each other.
+    with threadpool_limits(1, "blas"):
+        embeddings = next(read)
+        network = Transformer(
+            config,
+            plan,
+            embeddings,
+            read,
+            devices,
+            reproducible=reproducible,
+            weights=weights,
+            payload=payload,
+        )
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 

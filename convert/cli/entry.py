@@ -10,7 +10,6 @@ TOOLS = (
     "matplotlib",
     "rich",
     "scipy",
-    "threadpoolctl",
     "transformers",
     "tyro",
     "wonderwords",

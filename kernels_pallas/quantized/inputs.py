@@ -14,6 +14,8 @@ from kernels_pallas.tuning import measured
 
 BLOCK = 64
 """Keys per step: rows of one tensor-core product."""
+CTAS = 4
+"""CTAs that run on one multiprocessor at once."""
 MOST_HEADS = 16
 """Largest number of query heads per KV head."""
 MOST_SLOTS = 8192
@@ -117,11 +119,15 @@ def config_for(
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
     """Return parts of B·K = `rows` caches that give each multiprocessor four CTAs.
 
-    A whole store has at least four parts if each then has at least 256 keys. A list of `chosen` slots has
-    parts of at least 128.
+    A whole store has at least four parts if each then has at least 256 keys, and up to eight if they give a
+    multiprocessor at most twelve CTAs: the last parts of the longest sequence would otherwise run alone. A
+    list of `chosen` slots has parts of at least 128.
     """
-    all_at_once = 4 * common.SMS // rows
-    parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 256)
+    all_at_once = CTAS * common.SMS // rows
+    if chosen:
+        parts = min(all_at_once, chosen // 128)
+    else:
+        parts = min(max(all_at_once, min(3 * CTAS * common.SMS // rows, 8), 4), S // 256)
     return CodedConfig(splits=max(1, parts))
 
 

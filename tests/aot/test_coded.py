@@ -103,8 +103,11 @@ def test_near_and_far_tokens_in_one_launch(keys, values, ctas):
     assert_fits(keys, values, ctas)
 
 
-def test_near_tokens_and_far_ones_in_pages_in_one_launch():
-    assert_fits(((32, 4), (96, 4)), (128, 4), ctas=4, page=256)
+@pytest.mark.parametrize(
+    ("keys", "values"), [(((32, 4), (96, 4)), (128, 4)), (((32, 5), (96, 3)), (128, 3))], ids=["4", "3bit"]
+)
+def test_near_tokens_and_far_ones_in_pages_in_one_launch(keys, values):
+    assert_fits(keys, values, ctas=4, page=256)
 
 
 def assert_fits(keys, values, ctas, page=0):
