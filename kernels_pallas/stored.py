@@ -23,7 +23,7 @@ def find_folder(name: str, *sources: Path) -> Path | None:
     A process keeps none without JAX's folder of compiled programs, or if that is a remote store.
 
     Args:
-      name: name of the kind of values; other versions lie beside this one's folder.
+      name: name of the kind of values. Folders of other versions have the same parent.
       sources: folders of Python files.
     """
     folder = jax.config.jax_compilation_cache_dir

@@ -32,8 +32,8 @@ def find_file(program: Program) -> Path | None:
     """Return the file of a program.
 
     Returns:
-      None if the process keeps no programs, if the program runs on several devices, or if a part of its
-      description cannot be stored, such as a function without a name.
+      None if the process keeps no programs, or if the program runs on several devices. It is also None if a
+      part of the description cannot be stored, such as a function without a name.
     """
     if (folder := stored.find_folder(FOLDER, *SOURCES)) is None:
         return None
