@@ -1,7 +1,9 @@
 """Dtypes that families run in, and what the log says about the device."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -53,3 +55,30 @@ def test_the_log_says_once_what_a_card_runs_on(on_gpu, caplog, kind, reason, sai
         loading.log_device()
         loading.log_device()
     assert [said in record.message for record in caplog.records] == [True] * bool(said)
+
+
+def test_items_are_read_ahead_in_order():
+    def start(number: int) -> Callable[[], int]:
+        def read() -> int:
+            started.append(number)
+            return number
+
+        return read
+
+    started: list[int] = []
+    results = loading._call_ahead([start(number) for number in range(20)])
+    assert next(results) == 0
+    assert set(started) <= set(range(loading.AHEAD + 1))
+    assert list(results) == list(range(1, 20))
+    assert sorted(started) == list(range(20))
+
+
+def test_reading_ends_at_an_error():
+    def fail() -> int:
+        raise CheckpointError("item 0 is damaged")
+
+    later: list[int] = []
+    reads = [fail, *(partial(later.append, number) for number in range(20))]
+    with pytest.raises(CheckpointError, match="item 0 is damaged"):
+        list(loading._call_ahead(reads))
+    assert len(later) <= loading.AHEAD

@@ -17,6 +17,7 @@ from zdc_jax import methods
 from zdc_jax.engine import runner
 from zdc_jax.engine.engine import Engine
 from zdc_jax.engine.job import Job
+from zdc_jax.engine.program import needed_bytes
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.grammar import Grammar
@@ -366,7 +367,7 @@ def test_rows_are_sent_to_the_device_where_they_changed(engine):
 
 def test_pieces_are_read_one_by_one_where_several_have_no_room(engine, monkeypatch):
     own = copy.copy(engine._runner)
-    needed = {name: runner.needed_bytes(program) for name, program in own._programs.items()}
+    needed = {name: needed_bytes(program) for name, program in own._programs.items()}
     largest, *others = sorted(needed.values(), reverse=True)
     assert largest == needed["prefill 3 chunks and decode, 32 tokens"]
     assert largest > others[0]

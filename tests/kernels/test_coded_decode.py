@@ -28,6 +28,7 @@ from kernels_pallas import (
 from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.quantized import key_blocks, unpack
 from kernels_pallas.quantized.attention import LARGEST_SUM
+from kernels_pallas.quantized.inputs import default_config
 from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.quantized.unpack import BITS, column_of, columns
@@ -546,3 +547,22 @@ def test_one_head_that_is_off_by_a_hundredth_is_found():
     it.truth = lambda: (true_o, true_lse)
     with pytest.raises(AssertionError):
         it.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "S", "chosen", "parts"),
+    [
+        (8, 131072, 0, 66),  # Four CTAs for each of 132 multiprocessors.
+        (8, 4096, 0, 16),  # Parts of 256 keys.
+        (64, 16384, 0, 8),
+        (128, 16384, 0, 8),  # Sequences of unequal length end together.
+        (256, 16384, 0, 6),
+        (512, 16384, 0, 4),
+        (512, 512, 0, 2),
+        (512, 128, 0, 1),
+        (128, 16384, 512, 4),
+        (512, 16384, 512, 1),
+    ],
+)
+def test_default_parts(rows, S, chosen, parts):
+    assert default_config(rows, S, chosen).splits == parts

@@ -3,9 +3,9 @@
 Each takes the network, the state of the batch and packed numbers, and returns the new state and a result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -15,6 +15,7 @@ from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import (
     DecodeState,
+    Flat,
     Frontier,
     SampledTokens,
     advance,
@@ -49,6 +50,14 @@ def with_table[S: (DecodeState, PrefillState)](state: S, table: Array | None) ->
     if isinstance(state, PrefillState):
         return state._replace(batch=with_table(state.batch, table))
     return state._replace(cache=replace(state.cache, table=table))
+
+
+def run_step[S: (DecodeState, PrefillState)](
+    step: Callable[..., tuple[S, Any]], flat: Flat[Transformer], state: S, table: Array, packed: Array
+) -> tuple[S, Any]:
+    """Run a step with the page table in its state; return the state without it, and the result."""
+    state, result = step(flat.whole, with_table(state, table), packed)
+    return with_table(state, None), result
 
 
 def prefill_chunk(

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import free_device_bytes
@@ -29,7 +28,7 @@ from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, n
 from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.program import Program
+from zdc_jax.engine.program import Program, needed_bytes
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
     PrefillState,
@@ -40,7 +39,7 @@ from zdc_jax.engine.programs import (
     prefill_chunk,
     prefill_whole,
     restore_tail,
-    with_table,
+    run_step,
 )
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
@@ -383,7 +382,7 @@ class Runner:
         arguments = self._flat, state, describe(self._pages.shape), describe(packed_shape)
         shardings = _get_shardings(state), self._where
         given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
-        return Program(partial(_run_step, step), arguments, given)
+        return Program(partial(run_step, step), arguments, given)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
@@ -441,26 +440,10 @@ def _get_shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _run_step[S: (DecodeState, PrefillState)](
-    step: Callable[..., Any], flat: Flat[Transformer], state: S, table: Array, packed: Array
-) -> tuple[S, Any]:
-    """Run a step with the page table in its state; return the state without it, and the result."""
-    state, result = step(flat.whole, with_table(state, table), packed)
-    return with_table(state, None), result
-
-
 def _update(function: Callable[..., Any], state: DecodeState, *inputs: Any) -> Program:
     """Return a program that updates the state in place."""
     options = {"donate_argnums": 0, "out_shardings": _get_shardings(state)}
     return Program(function, (state, *inputs), options)
-
-
-def needed_bytes(program: Compiled) -> int:
-    """Return the bytes that a program needs in addition to its arguments; 0 if the device does not tell."""
-    if (memory := program.memory_analysis()) is None:
-        return 0
-    # Results that reuse the memory of arguments need none of their own.
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def servable(network: Transformer) -> Transformer:
