@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
-from listening import Listener
 
-from zdc_jax.engine import stored_programs
+from zdc_jax.engine import runner, stored_programs
 from zdc_jax.engine.compiling import compile_all
-from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.program import Program
-from zdc_jax.engine.request import EngineRequest
-from zdc_jax.loading import LanguageModel
+from zdc_jax.engine.runner import Runner
 
-CONFIG = EngineConfig(max_sequences=2, max_model_len=64, chunk=32)
 traces: list[str] = []
 
 
@@ -42,30 +39,33 @@ def make(x=None, *, factor=2, **options) -> Program:
     return Program(partial(scale, factor=factor), (jnp.arange(4.0) if x is None else x,), options)
 
 
-def test_an_engine_of_a_later_process_loads_all_programs(caplog, monkeypatch):
+def test_a_later_engine_finds_all_programs(monkeypatch):
     network = TinyModel(replace(LLAMA, layers=LLAMA.layers[:1])).dense
+    given = {"rows": 2, "longest": 64, "page": 32, "cache_tokens": 128, "reuse": True}
 
-    def answer() -> tuple[int, ...]:
-        with Engine(LanguageModel(network), CONFIG) as engine:
-            listener = Listener()
-            engine.submit(EngineRequest((3, 1, 4, 1, 5), 6), listener)
-            return listener.tokens()
+    def list_programs() -> dict[str, Program]:
+        found: dict[str, Program] = {}
+        monkeypatch.setattr(runner, "compile_all", lambda programs: found.update(programs) or {})
+        Runner(network, Layout.of(network.layer_caches, **given), chunk=32, steps=2)
+        return found
 
-    first = answer()
+    first, later = list_programs(), list_programs()
+    files = {name: stored_programs.find_file(program) for name, program in first.items()}
+    assert None not in files.values()
+    assert len(set(files.values())) == len(files)
+    assert files == {name: stored_programs.find_file(program) for name, program in later.items()}
+    compile_all({"decode": first["decode"]})
     monkeypatch.setattr(Program, "lower", None)  # A program that is not stored would fail.
-    with caplog.at_level(logging.INFO, logger="zdc_jax.engine"):
-        assert answer() == first
-    loaded = [message for message in caplog.messages if message.startswith("loaded")]
-    count = len(list(stored_programs.find_file(make()).parent.iterdir()))
-    assert len(loaded) == 1
-    assert loaded[0].startswith(f"loaded {count} of {count} programs")
+    assert compile_all({"decode": later["decode"]})["decode"].memory_analysis()
 
 
-def test_a_stored_program_computes_the_same():
+def test_a_stored_program_computes_the_same(caplog):
     for _ in range(2):
-        compiled = compile_all({"scale": make()})["scale"]
+        with caplog.at_level(logging.INFO, logger="zdc_jax.engine"):
+            compiled = compile_all({"scale": make()})["scale"]
         np.testing.assert_array_equal(compiled(jnp.arange(4.0))["result"], [0, 2, 4, 6])
     assert len(traces) == 1
+    assert caplog.messages[-1].startswith("loaded 1 of 1 programs")
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,14 @@ def test_other_programs_have_other_files(other):
     assert stored_programs.find_file(other()) not in (None, stored_programs.find_file(make()))
 
 
-def test_settings_of_jax_and_flags_of_xla_have_other_files(monkeypatch):
+def test_settings_flags_and_cpus_have_other_files(monkeypatch):
     file = stored_programs.find_file(make())
     with jax.default_matmul_precision("tensorfloat32"):
         rough = stored_programs.find_file(make())
+    monkeypatch.setattr(stored_programs, "_read_cpu_features", lambda: "flags: none")
+    elsewhere = stored_programs.find_file(make())
     monkeypatch.setenv("XLA_FLAGS", "--xla_none")
-    assert len({file, rough, stored_programs.find_file(make())}) == 3
+    assert len({file, rough, elsewhere, stored_programs.find_file(make())}) == 4
 
 
 def test_a_damaged_program_is_compiled_and_stored_again():

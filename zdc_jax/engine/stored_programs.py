@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import pickle
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,17 @@ def _describe_process() -> Any:
     devices, flags = jax.local_devices(), os.environ.get("XLA_FLAGS")
     settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
     versions = devices[0].client.platform_version, [device.device_kind for device in devices]
-    return versions, flags, sorted(settings.items())
+    return versions, _read_cpu_features(), flags, sorted(settings.items())
+
+
+@cache
+def _read_cpu_features() -> str:
+    """Return the instructions that the host has, where Linux tells: machines may share a home folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _find_device(program: Program) -> jax.Device:
