@@ -46,9 +46,10 @@ def load(file: Path) -> Any | None:
     """Return a stored value; None if there is none, or none that can be read."""
     try:
         value = pickle.loads(file.read_bytes())
-        os.utime(file)  # `trim` deletes the least recently used ones.
     except Exception:  # A damaged file may raise anything, and is written again.
         return None
+    with suppress(OSError):  # The folder may be read-only.
+        os.utime(file)  # `trim` deletes the least recently used ones.
     return value
 
 

@@ -3,8 +3,9 @@
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,7 +181,7 @@ def load(
     reads += (partial(read_layer, index) for index in range(config.num_layers))
     read = _call_ahead(reads)
     # Matrices are too small for BLAS's own threads, which would wait for each other.
-    with threadpool_limits(1, "blas"):
+    with threadpool_limits(1, "blas"), closing(read):
         embeddings = next(read)
         network = Transformer(
             config,
@@ -195,7 +196,7 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 
-def _call_ahead[T](functions: Sequence[Callable[[], T]]) -> Iterator[T]:
+def _call_ahead[T](functions: Sequence[Callable[[], T]]) -> Generator[T]:
     """Yield the results of functions in order; threads compute the next `AHEAD` ones meanwhile."""
     threads, started = ThreadPoolExecutor(AHEAD), deque[Future[T]]()
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from zdc_jax.engine import stored_programs
 from zdc_jax.engine.compiling import compile_all
-from zdc_jax.engine.program import Program
+from zdc_jax.engine.uncompiled import Program
 
 
 class Named:

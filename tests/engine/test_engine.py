@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models
 
 from zdc_jax import methods
 from zdc_jax.engine import runner
+from zdc_jax.engine.compiling import needed_bytes
 from zdc_jax.engine.engine import Engine
 from zdc_jax.engine.job import Job
-from zdc_jax.engine.program import needed_bytes
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.grammar import Grammar

@@ -14,8 +14,8 @@ from conftest import LLAMA, TinyModel
 from zdc_jax.engine import runner, stored_programs
 from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.program import Program
 from zdc_jax.engine.runner import Runner
+from zdc_jax.engine.uncompiled import Program
 
 traces: list[str] = []
 

@@ -71,3 +71,12 @@ def test_the_least_recently_used_values_are_deleted_first(tmp_path):
     stored.trim(tmp_path, 14)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c"}
     stored.trim(tmp_path / "missing", 0)
+
+
+def test_a_read_only_folder_is_read(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    stored.store(tmp_path / "kind" / "version" / "one", 1)
+    monkeypatch.setattr(os, "utime", fail)
+    assert stored.load(tmp_path / "kind" / "version" / "one") == 1

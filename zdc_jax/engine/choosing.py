@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from zdc_jax.axes import Array
-from zdc_jax.engine.program import Program
+from zdc_jax.engine.uncompiled import Program
 from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.packed_parameters import WIDTH

@@ -5,13 +5,13 @@ import logging
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 import jax
 from jax.stages import Compiled, Lowered
 
 from zdc_jax.engine import stored_programs
-from zdc_jax.engine.program import Program
+from zdc_jax.engine.uncompiled import Program
 
 logger = logging.getLogger("zdc_jax.engine")
 
@@ -56,7 +56,7 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
 
 
 def _load_all(
-    programs: dict[str, Program], files: dict[str, Any], threads: ThreadPoolExecutor
+    programs: dict[str, Program], files: dict[str, Path | None], threads: ThreadPoolExecutor
 ) -> dict[str, Compiled]:
     """Load the programs that are stored, and log how many."""
     began = time.monotonic()
@@ -66,3 +66,11 @@ def _load_all(
         seconds = time.monotonic() - began
         logger.info("loaded %d of %d programs (%.1f s)", len(found), len(programs), seconds)
     return found
+
+
+def needed_bytes(program: Compiled) -> int:
+    """Return the bytes that a program needs in addition to its arguments; 0 if the device does not tell."""
+    if (memory := program.memory_analysis()) is None:
+        return 0
+    # Results that reuse the memory of arguments need none of their own.
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

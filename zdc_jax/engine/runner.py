@@ -25,10 +25,9 @@ from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
-from zdc_jax.engine.compiling import compile_all
+from zdc_jax.engine.compiling import compile_all, needed_bytes
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.program import Program, needed_bytes
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
     PrefillState,
@@ -42,6 +41,7 @@ from zdc_jax.engine.programs import (
     run_step,
 )
 from zdc_jax.engine.scheduler import Grouping
+from zdc_jax.engine.uncompiled import Program
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket, list_widths
 from zdc_jax.generation.masks import full_mask

@@ -19,7 +19,7 @@ from jax.stages import Compiled
 
 import kernels_pallas
 from kernels_pallas import stored
-from zdc_jax.engine.program import Program
+from zdc_jax.engine.uncompiled import Program
 
 FOLDER = "zdc-programs"
 """Name of the folder of programs."""
@@ -74,10 +74,9 @@ def store(file: Path | None, compiled: Compiled) -> None:
         return
     try:
         serialized, _, results = serialize_executable.serialize(compiled)
-        pickle.dumps(results)
+        stored.store(file, (serialized, results))
     except Exception:  # The device's part of JAX may raise anything.
         return
-    stored.store(file, (serialized, results))
 
 
 def trim() -> None:

@@ -28,11 +28,3 @@ class Program(NamedTuple):
     def compile(self) -> Compiled:
         """Lower and compile the function."""
         return self.lower().compile()
-
-
-def needed_bytes(program: Compiled) -> int:
-    """Return the bytes that a program needs in addition to its arguments; 0 if the device does not tell."""
-    if (memory := program.memory_analysis()) is None:
-        return 0
-    # Results that reuse the memory of arguments need none of their own.
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
