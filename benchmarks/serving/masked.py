@@ -71,7 +71,9 @@ def main(options: Options) -> None:
     """Measure each plan, and write the rows after each."""
     load = parse_loop(f"{options.load}x1")
     if not 0 < options.masked <= len(load.requests):
-        raise SystemExit(f"--masked {options.masked}: must be 1 to {len(load.requests)}, the clients of --load")
+        raise SystemExit(
+            f"--masked {options.masked}: must be 1 to {len(load.requests)}, the clients of --load"
+        )
     request, clients = load.requests[0], len(load.requests)
     limits = Limits(request.prompt + request.answer, clients, options.memory, clients, options.dtype)
     vocab_size = Checkpoint.open(options.model).config.vocab_size
@@ -80,7 +82,12 @@ def main(options: Options) -> None:
     settings = {key: str(value) for key, value in asdict(options).items() if key not in ("results", "name")}
     for plan in options.plan:
         system = make_ours("ours", options.model, plan, limits)
-        row: dict[str, Any] = {"plan": plan, "load": options.load, "masked": options.masked, "commit": commit()}
+        row: dict[str, Any] = {
+            "plan": plan,
+            "load": options.load,
+            "masked": options.masked,
+            "commit": commit(),
+        }
         try:
             with run_server(system, options.start_seconds) as server:
                 found: dict[int, list[float]] = {0: [], options.masked: []}
