@@ -54,6 +54,7 @@ class Options:
       tasks: measurements, as `zdc evaluate --tasks`.
       plans: names of the plans; default all.
       dtype: dtype of the plans and of the unmodified model.
+      batch: contexts to run at once.
       seed: seed that chooses text and facts.
       name: stem of the JSON file.
     """
@@ -65,6 +66,7 @@ class Options:
     tasks: tuple[str, ...] = TASKS
     plans: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    batch: int = 1
     seed: int = 5
     name: str = "real-models"
     results: Path = RESULTS
@@ -184,7 +186,9 @@ def main(options: Options) -> None:
         seed=options.seed,
     )
     dense = load(options.model, dtype=options.dtype).network
-    evaluation = Evaluation(dense, material, protocol="cached", batch=1, first_check=options.documents)
+    evaluation = Evaluation(
+        dense, material, protocol="cached", batch=options.batch, first_check=options.documents
+    )
     makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:
         wanted = options.model.name, name, options.context
