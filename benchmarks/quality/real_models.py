@@ -173,6 +173,7 @@ def main(options: Options) -> None:
     """Measure the plans that the file lacks, and write it after each."""
     checkpoint = Checkpoint.open(options.model)
     full = CompressionPlan.full(checkpoint.config)
+    options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"{options.name}.json"
     stored = json.loads(path.read_text()) if path.exists() else {"rows": []}
     (material,) = prepare(
