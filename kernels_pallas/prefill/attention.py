@@ -86,7 +86,7 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"{R=}, {Z=}, {H=}, {HV=}: no tile fits into shared memory; widths must be smaller")
 
 
-@lower_once("scale", "sinks", "window", "keys", "room", "config")
+@lower_once("scale", "sinks", "window", "keys", "config")
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],
@@ -102,9 +102,8 @@ def prefill_attention(
     near: Trailing | None = None,
     block_table: Int[Array, "B pages"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
-    room: int = 0,
     config: PrefillConfig | None = None,
-) -> tuple[Float[Array, "B T+{room} N Hv"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Compute attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
 
     If T or S is not a multiple of 8, it is padded by a copy.
@@ -133,7 +132,6 @@ def prefill_attention(
         config's block_kv. Entries of pages that no query of the sequence sees may have any value.
       block_scores: what scaled scores gain in each block of 64 positions of keys, float32 [B, T, N, blocks],
         for every block with a visible key. `trailing.start` must then be a multiple of 64.
-      room: additional rows of the output, for the caller to fill; their values are unspecified.
       config: tile sizes; None uses the measured or default ones.
 
     Returns:
@@ -210,8 +208,8 @@ def prefill_attention(
         table=block_table,
         gains=block_scores,
     )
-    o, lse = _launch(g, config, operands, room)
-    return o[:, : T + room], lse[..., :T]
+    o, lse = _launch(g, config, operands)
+    return o[:, :T], lse[..., :T]
 
 
 def _pairs(trailing: Trailing | None) -> tuple[Pair, Pair]:
@@ -231,18 +229,17 @@ def _together(heads: int, groups: int, width: int) -> int:
     return next(n for n in range(count, 0, -1) if heads % n == 0)
 
 
-def _launch(g: Geometry, config: PrefillConfig, operands: Operands, room: int) -> tuple[Array, Array]:
+def _launch(g: Geometry, config: PrefillConfig, operands: Operands) -> tuple[Array, Array]:
     """Launch the kernel on padded operands.
 
     Returns:
-      o [B, T' + room, N, HV] and lse [B, N, T''], where T' is the padded tokens of q, and T'' those of whole
-      tiles.
+      o [B, T', N, HV] and lse [B, N, T''], where T' is the padded tokens of q, and T'' those of whole tiles.
     """
     B, T = operands.q.shape[:2]
     return plgpu.kernel(
         functools.partial(_kernel, g=g, config=config),
         out_type=[
-            jax.ShapeDtypeStruct((B, T + room, g.N, g.HV), operands.q.dtype),
+            jax.ShapeDtypeStruct((B, T, g.N, g.HV), operands.q.dtype),
             jax.ShapeDtypeStruct((B, g.N, g.tiles * config.warpgroups * ROWS), jnp.float32),
         ],
         grid=(B * g.N * g.tiles,),

@@ -206,8 +206,6 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
     assert not WAITING.search(text)
     sizes = [math.prod(map(int, shape.split(","))) for shape in COPY.findall(text)]
     assert max(sizes, default=0) <= ROWS, "neither pools nor rings are copied"
-    outputs = rf"bf16\[1,{width + ROWS},{CONFIG.num_heads},\d+\]\S* concatenate\("
-    assert chunks > 1 or name == "chosen" or not re.search(outputs, text), "outputs are not copied"
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     assert memory.alias_size_in_bytes == sum(pools)
     assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))

@@ -319,18 +319,6 @@ def test_one_rank(R, Z, T, S, N, K, starts, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "room"), [(203, 5), (256, 64), (640, 1)])
-def test_room_for_other_rows_changes_no_result(T, room):
-    q, k, v = draw(0, 2, T, 4, 128), draw(1, 2, 2, 700, 128), draw(2, 2, 2, 700, 128)
-    options = {"scale": 128**-0.5, "starts": np.array([60, 9]), "lengths": np.array([60 + T, 9 + T // 2])}
-    o, lse = prefill_attention(q, k, v, **options)
-    wide_o, wide_lse = prefill_attention(q, k, v, room=room, **options)
-    assert wide_o.shape[1] == T + room
-    np.testing.assert_array_equal(wide_o[:, :T], o)
-    np.testing.assert_array_equal(wide_lse, lse)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64), (80, 48)])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("config", [

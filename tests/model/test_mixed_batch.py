@@ -11,7 +11,7 @@ from conftest import TinyModel
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.model.mixed_batch import Place, append_tokens, extend_together
+from zdc_jax.model.mixed_batch import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS
 """Tokens of a page; the row of an empty chunk."""
@@ -115,11 +115,3 @@ def assert_same(specs, found) -> None:
     expected, tolerance = np.asarray(found["alone"]), 2e-3 if coded else 2e-5
     error = np.abs(np.asarray(found["together"]) - expected).max()
     assert error <= tolerance * np.abs(expected).max(), error
-
-
-@pytest.mark.parametrize("room", [0, 3])
-def test_tokens_follow_chunks(room):
-    chunks, tokens = np.arange(10.0).reshape(1, 5, 2), -np.ones((1, 3, 2))
-    with_room = np.pad(chunks, ((0, 0), (0, room), (0, 0)), constant_values=np.nan)
-    found = append_tokens(jnp.asarray(with_room), jnp.asarray(tokens), 5)
-    np.testing.assert_array_equal(found, np.concatenate([chunks, tokens], axis=1))

@@ -185,9 +185,7 @@ def _layer(
 
     def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         q, k, v = map_tokens(take_chunks, *qkv)
-        # Several chunks are packed by a copy, which needs no room.
-        room = count if len(place.row) == 1 else 0
-        of_chunks = call(table=chunk_table, marks=place.mark, room=room)
+        of_chunks = call(table=chunk_table, marks=place.mark)
         prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks)
         updated, tail = spec.with_rows(state, place.row, prefilled.state), prefilled.tail or []
         if not count:
@@ -197,21 +195,9 @@ def _layer(
         q, k, v = map_tokens(take_tokens, *qkv)
         some, of_tokens = spec.first_rows(updated, count), call(table=token_table)
         decoded = spec.attend(some, q, k, v, take_tokens(positions), end, aux[1], of_tokens)
-        o = append_tokens(o, decoded.o.swapaxes(0, 1), T)
+        o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), tail)
 
     attend = attend_alike if block.reproducible else attend_apart
     x, (state, aux, tail) = block(x, positions, attend, implementation, spec.project)
     return x, state, aux, tail
-
-
-def append_tokens(
-    chunks: Shaped[Array, "1 S *rest"], tokens: Shaped[Array, "1 b *rest"], T: int
-) -> Shaped[Array, "1 T_and_b *rest"]:
-    """Return outputs [1, T + b, …] of T chunk tokens and b others.
-
-    Outputs of chunks with room for the others are not copied.
-    """
-    if chunks.shape[1] == T:
-        return jnp.concatenate([chunks, tokens], axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(chunks, tokens, T, axis=1)

@@ -162,15 +162,13 @@ def near_far_attention(
     window: int,
     end: Int[Array, " B"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
-    room: int = 0,
-) -> tuple[Float[Array, "B T+{room} N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend to far keys as `stored_attention` does on kernels, and to near keys, with one kernel.
 
     Args:
       near: near keys and values with all coordinates, by position.
       q, k, v, positions, scale, sinks, window, end, block_scores: as for `stored_attention`. Check
         `stored_attention_refusal` and `can_join` first.
-      room: additional rows of the output, which are unspecified.
     """
     return prefill_attention(
         q,
@@ -184,7 +182,6 @@ def near_far_attention(
         keys="far",
         near=near,
         block_scores=block_scores,
-        room=room,
     )
 
 

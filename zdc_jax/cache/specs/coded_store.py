@@ -158,7 +158,6 @@ class CodedStore(CodedFar):
             window=self.window,
             end=end,
             block_scores=call.block_scores,
-            room=call.room,
         )
         return Attended(NearFarState(near, far), o, lse, None)
 

@@ -193,7 +193,6 @@ class NearFar(LayerCacheSpec):
         k, call = move_shift(k, replace(call, end=end), self.capacity(state.far), end)
         if (joint := self.attend_jointly(state, q, k, v, positions, end, call)) is not None:
             return joint._replace(aux=aux)
-        call = replace(call, room=0)  # Outputs of both kernels are merged.
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)

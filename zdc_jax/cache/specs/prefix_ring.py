@@ -131,7 +131,9 @@ class PrefixRing(LayerCacheSpec):
         on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill
         attend = _attend_xla if implementation == "xla" else on_kernel
         written = self.write(state, k, v, positions, end)
-        arguments = _AttendArguments(state, written, q, k.keys, v, positions, end, call, sinks, window)
+        arguments = _AttendArguments(
+            state, written, q, k.keys, v, positions, end, call.scale, sinks, window, call.block_scores
+        )
         o, lse = attend(arguments)
         return Attended(written, o, lse, aux)
 
@@ -329,13 +331,14 @@ def recent_rows(
     it. Other rows of positions before start - window, and rows after the new tokens, are unspecified. `past`
     must be at least start - first.
     """
-    positions = jnp.maximum(start[:, None] - past + jnp.arange(past), 0)
+    positions = first[:, None] + jnp.arange(past)
     slots = ring_slot(positions, sinks=sinks, window=window)
-    old = jnp.take_along_axis(ring, slots[:, None, :, None], axis=2, mode="promise_in_bounds")
-    # A slice of all rows in order costs less than a gather of the wanted ones.
-    rows = jnp.concatenate([old, new.swapaxes(1, 2), jnp.zeros_like(old)], axis=2)
-    cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=past + new.shape[1], axis=1)
-    return jax.vmap(cut)(rows, first + past - start)
+    old = jnp.take_along_axis(ring, slots[:, None, :, None], axis=2)
+    both = jnp.concatenate([old, new.swapaxes(1, 2)], axis=2)
+    T = new.shape[1]
+    rows, num_old = jnp.arange(past + T), (start - first)[:, None]
+    source = jnp.where(rows < num_old, rows, jnp.minimum(past + rows - num_old, past + T - 1))
+    return jnp.take_along_axis(both, source[:, None, :, None], axis=2)
 
 
 class _AttendArguments(NamedTuple):
@@ -348,14 +351,15 @@ class _AttendArguments(NamedTuple):
     v: Array
     positions: Array
     end: Array
-    call: Call
+    scale: float
     sinks: int
     window: int
+    block_scores: Array | None
 
 
 def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention on any device; near keys are gathered from the old cache and the new tokens."""
-    state, written, q, k, v, positions, _, call, sinks, window = step
+    state, written, q, k, v, positions, _, scale, sinks, window, block_scores = step
     near = None
     if sinks or window:
         recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
@@ -369,11 +373,11 @@ def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
         written.k,
         written.v,
         positions,
-        scale=call.scale,
+        scale=scale,
         near=near,
         sinks=sinks,
         window=window,
-        block_scores=call.block_scores,
+        block_scores=block_scores,
     )
 
 
@@ -384,10 +388,10 @@ def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
         step.written,
         step.q,
         last_read(step.positions, step.end),
-        step.call.scale,
+        step.scale,
         step.sinks,
         step.window,
-        step.call.block_scores,
+        step.block_scores,
     )
     return o[:, None], lse[..., None]
 
@@ -423,7 +427,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
 
     The kernel reads the ring as it was before the new tokens overwrote it.
     """
-    state, written, q, k, v, positions, end, call, sinks, window = step
+    state, written, q, k, v, positions, end, scale, sinks, window, block_scores = step
     trailing, start = None, positions[:, 0]
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
@@ -433,15 +437,14 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
         q,
         stored_k,
         stored_v,
-        scale=call.scale,
+        scale=scale,
         starts=start,
         lengths=end,
         trailing=trailing,
         sinks=sinks,
         window=window,
         block_table=table,
-        block_scores=call.block_scores,
-        room=call.room,
+        block_scores=block_scores,
     )
 
 

@@ -59,8 +59,6 @@ class Call:
         kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
       copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
         as many, or one.
-      room: rows that the caller fills after the T tokens of the output. A spec may return T + room rows, of
-        which the last are unspecified, or T.
       marks: lengths [B] int32 at which a paged cache returns `Attended.tail`; None for none.
     """
 
@@ -71,7 +69,6 @@ class Call:
     block_scores: Array | None = None
     arranged_scores: Callable[[Array], Array] | None = None
     copies: int = 1
-    room: int = 0
     marks: Array | None = None
 
 
@@ -94,8 +91,7 @@ class Attended(NamedTuple):
 
     Attributes:
       state: cache that includes the new tokens.
-      o: attention output [B, T, N, Z]; `Call.copies` rows are allowed for a single sequence, and `Call.room`
-        more tokens.
+      o: attention output [B, T, N, Z]; `Call.copies` rows are allowed for a single sequence.
       lse: log-sum-exp of the scaled scores, [B, N, T] float32.
       aux: values for the following layers, any tree of arrays, or None.
       tail: what a paged cache stores outside pages when sequences have the lengths `Call.marks`, leaves
