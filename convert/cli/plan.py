@@ -9,8 +9,10 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import ModelFolder, PlanFlags, SearchFlags
+from convert.cli.flags import ModelFolder
 from convert.cli.output import check_output
+from convert.cli.plan_flags import PlanFlags
+from convert.cli.search_flags import SearchFlags
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.loading import stored_basis

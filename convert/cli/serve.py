@@ -1,11 +1,14 @@
 """`zdc serve`: an HTTP server with OpenAI's API."""
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -20,6 +23,7 @@ from convert.cli.flags import (
 from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.grammar import warm_up
 from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.server.http_settings import HttpSettings
@@ -101,8 +105,11 @@ class Serve:
     ) -> None:
         from zdc_jax.server.run import serve
 
-        config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
+        _begin(_start_device)
+        side = TextSide.load(self.path, self.max_positions)
+        config.served_length(side.config.max_positions)
         http.check_files_and_address()
+        _begin(warm_up, side)
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(
             self.path,
@@ -164,6 +171,16 @@ class Serve:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
         if not 0 <= self.drain_seconds < float("inf"):
             raise PromptError(f"--drain-seconds {self.drain_seconds}: must be a finite number, at least 0")
+
+
+def _begin(work: Callable[..., object], *arguments: Any) -> None:
+    """Begin work that takes seconds, and that others wait for, while weights are read."""
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
+def _start_device() -> None:
+    with suppress(RuntimeError):  # The model's loading reports it.
+        jax.devices()
 
 
 def _log_with_times() -> None:

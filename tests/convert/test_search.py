@@ -14,7 +14,7 @@ from conftest import CONFIGS, calibrated_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.cli import flags
+from convert.cli import search_flags
 from convert.cli.main import main
 from convert.search.plots import write_front
 from convert.search.search import Search, SearchOptions
@@ -338,10 +338,10 @@ def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, 
 def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode, length):
     # At other positions, token classes give NaN, which no limit admits.
     monkeypatch.setattr(token_classes.Settings, "block", 256)
-    monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
+    monkeypatch.setattr(search_flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
-    monkeypatch.setattr(flags, "draw_windows", lambda *given, **options: (text, ["a", "a"]))
-    asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
+    monkeypatch.setattr(search_flags, "draw_windows", lambda *given, **options: (text, ["a", "a"]))
+    asked = search_flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
     windows, documents = asked._draw_texts(Checkpoint.open(folder / "model"))
     assert windows.shape == (1, 448)
     assert [len(document.context) for document in documents] == [length]
@@ -394,9 +394,9 @@ def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, 
         clock[0] += 90
         return FakeBook()
 
-    monkeypatch.setattr(flags, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("convert.search.search.time", flags.time)
-    monkeypatch.setattr(flags, "TrialBook", slow)
+    monkeypatch.setattr(search_flags, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("convert.search.search.time", search_flags.time)
+    monkeypatch.setattr(search_flags, "TrialBook", slow)
     arguments = ["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--texts", str(folder / "text")]
     assert main([*arguments, "--mode", "uniform", "--min-retention", "0", "--minutes", "1"]) == 2
     assert "--mode uniform: no measured plan" in capsys.readouterr().err
