@@ -14,11 +14,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
-from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
+from zdc_jax import checkpoint as checkpoints
+from zdc_jax.checkpoint import MANIFEST, TOKENIZER, Checkpoint, CheckpointWriter
 from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.errors import CheckpointError
 from zdc_jax.model.params import random_params
@@ -73,6 +75,16 @@ def test_items_are_read_back_as_numpy(family, dtype, tmp_path):
     checkpoint.check()
 
 
+def test_large_arrays_are_stored_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1024)
+    stored, expected = write(tmp_path / "model").embeddings(), parameters(LLAMA)["embeddings"]
+    assert_equal_trees(stored, expected)
+    base = f"file://{tmp_path}/model/embeddings/"
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base}, "path": "tokens"}
+    chunk = tensorstore.open(spec, read=True).result().chunk_layout.read_chunk.shape
+    assert np.prod(chunk) * stored["tokens"].itemsize <= 1024 < stored["tokens"].nbytes
+
+
 def test_fingerprint_names_the_weights(tmp_path):
     first, again = write(tmp_path / "a"), write(tmp_path / "b")
     assert first.fingerprint == again.fingerprint == Checkpoint.open(tmp_path / "a").fingerprint
@@ -88,6 +100,17 @@ def test_tokenizer_and_calibration_lie_beside(tmp_path):
     assert tokenizer is not None
     assert tokenizer.get_vocab_size() == 7
     assert checkpoint.calibration_path == tmp_path / "model" / "calibration"
+
+
+def test_a_tokenizer_is_read_once_until_its_file_changes(tmp_path):
+    folder = tmp_path / "model"
+    write(folder)
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / TOKENIZER))
+    first = Checkpoint.open(folder).tokenizer()
+    assert first is Checkpoint.open(folder).tokenizer() is not None
+    Tokenizer(models.WordLevel({"b": 0}, unk_token="b")).save(str(folder / TOKENIZER))
+    os.utime(folder / TOKENIZER, ns=(0, 0))
+    assert Checkpoint.open(folder).tokenizer().get_vocab() == {"b": 0}
 
 
 def test_no_prompt_is_cut_or_padded(tmp_path):

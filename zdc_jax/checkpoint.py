@@ -16,8 +16,10 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +39,8 @@ OLD_VERSION = 1
 """Older format version that can still be read. Its manifests have no checksum and no hashes of files."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+CHUNK_BYTES = 16 * 2**20
+"""Largest part of an array that is stored on its own. Parts are decompressed in parallel."""
 
 
 def _layer_name(index: int) -> str:
@@ -113,17 +117,15 @@ class Checkpoint:
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer without truncation and padding, or None if the folder has no tokenizer.
 
+        All callers share one object, which they must not change.
+
         Raises:
           CheckpointError: the file is damaged (its hash changed) or unreadable.
         """
         if (path := self._find_file(TOKENIZER)) is None:
             return None
         with foreign_errors_as(CheckpointError, f"cannot read {path}"):
-            tokenizer = Tokenizer.from_file(str(path))
-            # Some tokenizers are saved with the truncation and padding of training batches.
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        return tokenizer
+            return _read_tokenizer(path.resolve(), path.stat().st_mtime_ns)
 
     def text(self, name: str) -> str | None:
         """Return the contents of a text file in the folder, or None if the file does not exist.
@@ -181,6 +183,16 @@ class Checkpoint:
                 f"{self.path}: item {item} has dtypes {sorted(wrong)}, expected {self.config.dtype}"
             )
         return tree
+
+
+@lru_cache(maxsize=4)
+def _read_tokenizer(path: Path, changed: int) -> Tokenizer:
+    """Return the tokenizer in a file that was changed at the time `changed`, in nanoseconds."""
+    tokenizer = Tokenizer.from_file(str(path))
+    # Some tokenizers are saved with the truncation and padding of training batches.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _restore_arrays(path: Path) -> Any:
@@ -302,7 +314,8 @@ class CheckpointWriter:
 
     def _write(self, item: str, tree: Mapping[str, Any]) -> None:
         self._weights[item] = _hash_arrays(tree)
-        self._orbax.save(self.partial / item, tree)
+        in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), dict(tree))
+        self._orbax.save(self.partial / item, tree, save_args=in_chunks)
         self._orbax.wait_until_finished()
 
     def _publish(self) -> None:
@@ -365,9 +378,11 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def _hash_folder(folder: Path) -> str:
     """Return the sha256 of the names and contents of all files, in order of name."""
     total = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
-        total.update(_hash_file(path))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as threads:
+        for path, digest in zip(paths, threads.map(_hash_file, paths), strict=True):
+            total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
+            total.update(digest)
     return total.hexdigest()
 
 

@@ -15,6 +15,7 @@ from tiny_tokenizers import ascii_tokenizer
 
 from zdc_jax import Grammar, LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import PromptError
+from zdc_jax.generation import grammar
 from zdc_jax.generation.grammar import compile_grammar, warm_up
 from zdc_jax.generation.guide import Guide
 from zdc_jax.plan import CompressionPlan
@@ -166,6 +167,21 @@ def test_bad_grammars_are_refused_by_name(model, new, message):
     with pytest.raises(PromptError, match=message) as error:
         compile_grammar(model, new())
     assert "\n" not in str(error.value)
+
+
+def test_a_compiler_is_created_once_for_all_threads(monkeypatch):
+    tokenizer, created = ascii_tokenizer(), []
+
+    class Compiler(grammar.GrammarCompiler):
+        def __init__(self, *arguments: Any) -> None:
+            created.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(grammar, "GrammarCompiler", Compiler)
+    model = SimpleNamespace(tokenizer=tokenizer, config=CONFIG)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(warm_up, [model] * 3))
+    assert len(created) == 1
 
 
 def test_a_grammar_needs_a_tokenizer():

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ START_SECONDS = 60
 END = "<|end of grammar|>"
 TRY_SECONDS = 10
 """Seconds after which a grammar counts as too complex on a busy host; else its process ends sooner."""
+_CREATING = threading.Lock()
+"""Lock of `_new_compiler`, so that two threads do not create the same compiler."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def compile_grammar(model: TextModel, grammar: Grammar) -> Matcher:
     """
     if model.tokenizer is None:
         raise PromptError(f"{grammar.kind}: a grammar needs a model with a tokenizer")
-    with foreign_errors_as(PromptError, f"{grammar.kind}: grammars cannot use this model's tokenizer"):
+    cannot = f"{grammar.kind}: grammars cannot use this model's tokenizer"
+    with _CREATING, foreign_errors_as(PromptError, cannot):
         compiler = _new_compiler(model.tokenizer, model.config.vocab_size)
     return Matcher(compiler.compile(grammar), compiler.vocab, compiler.end)
 
