@@ -1,8 +1,8 @@
 """One command from a checkpoint to a judged plan: conversion, calibration, choice and judgement (ours).
 
-A search finds the smallest plan within the limits (`convert.search.coded_search`). It is then judged on text
-that neither the calibration nor the search has read. If it fails there, larger plans of the search and the
-presets of `FALLBACKS` are judged, the smallest first.
+A search finds the smallest plan within the limits (`convert.search.coded_search`). It is then judged
+(`convert.judging`). If it fails there, larger plans of the search and the presets of `FALLBACKS` are judged,
+the smallest first.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ import jax.numpy as jnp
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert
 from convert.default_text import write_default_text
+from convert.judging import RULER_SAMPLES, Judge, Row
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
 from convert.search.trials import Trial
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, ZDCError
-from zdc_jax.evaluation.evaluate import Evaluation, Material, prepare
+from zdc_jax.evaluation.evaluate import Material, prepare
 from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
 from zdc_jax.files import load_json, whole_file
-from zdc_jax.generation.api import generate
-from zdc_jax.loading import LanguageModel, load, stored_basis
+from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import PLAN_FILE, coded_plan, preset_settings
 
@@ -40,21 +40,16 @@ LEAST_CONTEXT = 1024
 STATE_FILE, JOURNAL_FILE = "compress.json", "compress.journal.jsonl"
 """Files in the output that let an interrupted run continue, and keep what was measured."""
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
-SEARCH_RETENTION, JUDGED_RETENTION = 0.97, 0.95
-"""Smallest retention of each task that counts, in the search and in the judgement."""
-JUDGED_BOUND = 0.93
-"""Smallest lower end of the 95 % interval of these retentions in the judgement. Where one document of ten
-loses a fact, few documents do not show it."""
+SEARCH_RETENTION = 0.97
+"""Smallest retention of each task that counts in the search."""
 SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
-LARGER = (1.12, 1.3)
+LARGER = (1.06, 1.12, 1.2, 1.3)
 """Bytes of the larger plans of the search, relative to the best one. They are judged if that one fails."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
 JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
 """Splits of the text on which plans are measured."""
-SPEED_TOKENS = 32
-"""Tokens generated to measure speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +81,6 @@ class CompressOptions:
         for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1)):
             if (value := getattr(self, name)) < least:
                 raise EvaluationError(f"{name}={value} must be at least {least}")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the final table.
-
-    Attributes:
-      name: name of the plan, or `16 bits`.
-      share: bytes of the cache, relative to 16 bits.
-      tokens_that_fit: tokens of context that fit into the memory that the weights leave free.
-      increase: relative increase of perplexity.
-      kl: KL divergence from the unmodified model, in nats; None for that model.
-      worst: smallest retention of a task that counts; None if none counts.
-      tokens_per_second: speed of decoding one sequence of the context length.
-    """
-
-    name: str
-    share: float
-    tokens_that_fit: int | None
-    increase: float
-    kl: float | None
-    worst: float | None
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -152,6 +124,11 @@ class _State:
             )
         state.plans, state.reports = stored["plans"], stored["reports"]
         return state
+
+    def plan(self, name: str) -> CompressionPlan:
+        """Return a plan to judge."""
+        assert self.plans is not None
+        return CompressionPlan.from_json(self.plans[name], self.path)
 
     def save(self) -> None:
         """Write the state atomically."""
@@ -218,7 +195,7 @@ def compress(
             text = _write_unjudged(Path(scratch) / "calibration", documents)
             dtype = _calibration_dtype(checkpoint)
             calibrate(output, [text], _calibration_options(options, checkpoint), dtype=dtype)
-    return _choose_and_judge(checkpoint, materials, options, state, watch)
+    return _choose_and_judge(checkpoint, materials, documents, options, state, watch)
 
 
 def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
@@ -250,6 +227,7 @@ def _calibration_dtype(checkpoint: Checkpoint) -> str | None:
 def _choose_and_judge(
     checkpoint: Checkpoint,
     materials: Mapping[Split, Material],
+    documents: Sequence[Document],
     options: CompressOptions,
     state: _State,
     watch: Callable[[str], None],
@@ -259,12 +237,21 @@ def _choose_and_judge(
         plans = _search(checkpoint, materials["search"], options, watch)
         state.plans = {name: plan.to_json() for name, plan in plans.items()}
         state.save()
-    judge = _Judge(checkpoint, materials["report"], options, state, watch)
+    judge = Judge(
+        checkpoint,
+        materials["report"],
+        documents,
+        samples=min(2 * options.documents, RULER_SAMPLES),
+        max_loss=options.max_loss,
+        seed=options.seed,
+        state=state,
+        watch=watch,
+    )
     name = next((name for name in state.plans if judge.holds(name)), None)
     within, name = name is not None, name or [*state.plans][-1]
-    plan = judge.plan(name)
+    plan = state.plan(name)
     plan.save(checkpoint.path / PLAN_FILE)
-    rows = judge.dense_row(), judge.row(name)
+    rows = judge.make_dense_row(), judge.make_row(name)
     state.is_done = True
     state.save()
     return Outcome(plan, rows, within)
@@ -321,88 +308,3 @@ def _prepare(
         seed=options.seed,
     )
     return material
-
-
-class _Judge:
-    """Judgements of plans, each made once and kept in the state."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        material: Material,
-        options: CompressOptions,
-        state: _State,
-        watch: Callable[[str], None],
-    ):
-        self.checkpoint, self.options, self.state, self.watch = checkpoint, options, state, watch
-        self.material, self.context = material, material.context
-        self.dense = load(checkpoint.path)
-        self.evaluation: Evaluation | None = None
-
-    def plan(self, name: str) -> CompressionPlan:
-        """Return a plan of the state."""
-        assert self.state.plans is not None
-        return CompressionPlan.from_json(self.state.plans[name], self.state.path)
-
-    def holds(self, name: str) -> bool:
-        """Return whether a plan holds the limits."""
-        report = self.report(name)
-        is_retained = all(map(_is_retained, report["tasks"].values()))
-        return report["perplexity"]["increase"] <= self.options.max_loss and is_retained
-
-    def report(self, name: str) -> Any:
-        """Return the report of a plan, measured if it is not in the state yet."""
-        if name not in self.state.reports:
-            self.watch(f"judging {name}")
-            if self.evaluation is None:
-                dense = self.dense.network
-                self.evaluation = Evaluation(dense, self.material, protocol="cached", batch=1)
-            network = load(self.checkpoint.path, self.plan(name)).network
-            self.state.reports[name] = self.evaluation.evaluate(network).to_json()
-            self.state.save()
-        return self.state.reports[name]
-
-    def dense_row(self) -> Row:
-        """Return the table's line for the unmodified model."""
-        full = CompressionPlan.full(self.checkpoint.config)
-        return Row("16 bits", 1.0, self._count_fitting(full), 0.0, None, None, self._time(self.dense))
-
-    def row(self, name: str) -> Row:
-        """Return the table's line for a judged candidate."""
-        plan, report = self.plan(name), self.report(name)
-        full = CompressionPlan.full(self.checkpoint.config)
-        return Row(
-            name,
-            plan.bytes(self.context) / full.bytes(self.context),
-            self._count_fitting(plan),
-            report["perplexity"]["increase"],
-            report["perplexity"]["kl"],
-            _find_worst(report),
-            self._time(load(self.checkpoint.path, plan)),
-        )
-
-    def _count_fitting(self, plan: CompressionPlan) -> int | None:
-        free = free_bytes()
-        return None if free is None else int(free // plan.bytes(self.context) * self.context)
-
-    def _time(self, model: LanguageModel) -> float:
-        """Return the decoded tokens per second of one sequence; the first run compiles."""
-        new = min(SPEED_TOKENS, self.context // 4)
-        prompt = [next(iter(model.config.eos_ids), 0)] * (self.context - new)
-        result = [generate(model, [prompt], new, stop_tokens=()) for _ in range(2)][-1]
-        return (len(result.completions[0].tokens) - 1) / max(result.timings.decode, 1e-9)
-
-
-def _is_retained(task: Mapping[str, Any]) -> bool:
-    """Return whether the retention of a task, and its interval if there is one, hold the limits.
-
-    A task that does not count holds them.
-    """
-    bound = task["retention"] if task["interval"] is None else task["interval"][0]
-    return not task["counts"] or (task["retention"] >= JUDGED_RETENTION and bound >= JUDGED_BOUND)
-
-
-def _find_worst(report: dict[str, Any]) -> float | None:
-    """Return the smallest retention of the tasks that count, or None."""
-    counted: Iterable[float] = (task["retention"] for task in report["tasks"].values() if task["counts"])
-    return min(counted, default=None)

@@ -11,7 +11,8 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from convert.cli.flags import show_default
-from convert.compress import JUDGED_BOUND, JUDGED_RETENTION, CompressOptions, Outcome, Row, compress
+from convert.compress import CompressOptions, Outcome, compress
+from convert.judging import JUDGED_BOUND, JUDGED_RETENTION, RULER_BOUND, Row
 
 
 @dataclass
@@ -54,7 +55,7 @@ def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> Non
     if not outcome.within:
         console.print(
             f"no plan holds the limits ({command.options.max_loss:.1%} of perplexity, every task at "
-            f"{JUDGED_RETENTION:.0%} with an interval above {JUDGED_BOUND:.0%}); "
+            f"{JUDGED_RETENTION:.0%} with an interval above {JUDGED_BOUND:.0%}, in RULER {RULER_BOUND:.0%}); "
             "the folder keeps the plan of 8 bits",
             soft_wrap=True,
         )

@@ -3,16 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from convert import compress as compress_module
+from convert import judging
 from convert.cli.main import main
 from convert.compress import CompressOptions, compress
+from convert.conversion import convert
 from convert.default_text import write_default_text
+from convert.judging import JUDGED_BOUND, RULER_BOUND, RULER_TASKS, Judge, choose_batch, is_retained
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, TextError
+from zdc_jax.evaluation.ruler.score import RulerScore
 from zdc_jax.evaluation.splits import documents_of
 from zdc_jax.evaluation.text import Document
 from zdc_jax.loading import stored_basis
@@ -20,6 +26,7 @@ from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import coded_plan
 
 SOURCE = Path(compress_module.__file__).parent / "demo_checkpoint"
+REPORT = Judge.report
 OPTIONS = CompressOptions(context=1024, documents=2, tokens=4096, minutes=1)
 
 
@@ -41,6 +48,7 @@ def few(monkeypatch):
         return {
             "perplexity": {"increase": losses[name], "kl": 0.01},
             "tasks": {"copy": task, "lookup": {"retention": 0.1, "interval": None, "counts": False}},
+            "ruler": dict.fromkeys(RULER_TASKS, task),
         }
 
     def calibrate(path, *_, **__):
@@ -49,8 +57,8 @@ def few(monkeypatch):
         basis = Basis.identity(config.num_layers, config.num_kv_heads, config.head_dim)
         replace(basis, fingerprint=checkpoint.fingerprint).save(checkpoint.calibration_path / "basis")
 
-    monkeypatch.setattr(compress_module._Judge, "_time", lambda *_: 100.0)
-    monkeypatch.setattr(compress_module._Judge, "report", report)
+    monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
+    monkeypatch.setattr(Judge, "report", report)
     monkeypatch.setattr(compress_module, "_search", search)
     monkeypatch.setattr(compress_module, "calibrate", calibrate)
     return losses
@@ -136,18 +144,100 @@ def test_the_default_text_is_long_enough_to_calibrate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("retention", "interval", "counts", "holds"),
+    ("retention", "interval", "counts", "holds", "holds_in_ruler"),
     [
-        (0.99, (0.98, 1.0), True, True),
-        (0.96, (0.91, 1.0), True, False),  # Some documents may lose much.
-        (0.94, (0.935, 0.945), True, False),
-        (0.96, None, True, True),  # One document has no interval.
-        (0.1, (0.0, 0.2), False, True),  # The unmodified model fails, too.
+        (0.99, (0.98, 1.0), True, True, True),
+        (0.96, (0.91, 1.0), True, False, True),  # Some documents may lose much.
+        (0.96, (0.89, 1.0), True, False, False),
+        (0.94, (0.935, 0.945), True, False, False),
+        (0.96, None, True, True, True),  # One document has no interval.
+        (0.1, (0.0, 0.2), False, True, True),  # The unmodified model fails, too.
     ],
 )
-def test_a_task_is_retained_if_its_interval_is_high_enough(retention, interval, counts, holds):
+def test_a_task_is_retained_if_its_interval_is_high_enough(
+    retention, interval, counts, holds, holds_in_ruler
+):
     task = {"retention": retention, "interval": interval, "counts": counts}
-    assert compress_module._is_retained(task) == holds
+    assert is_retained(task, JUDGED_BOUND) == holds
+    assert is_retained(task, RULER_BOUND) == holds_in_ruler
+
+
+class FakeEvaluation:
+    """Evaluation with chosen scores: `lost` names the tasks that a plan with that many key bits loses."""
+
+    lost: ClassVar[dict[int, str]] = {}
+    ran: ClassVar[list[tuple[int, str]]] = []
+
+    def __init__(self, dense, material, *, protocol, batch):
+        self.tasks = [*material.ruler] or ["documents"]
+
+    def evaluate(self, network):
+        bits = network.plan.settings_of(0).bits_k
+        (task,) = self.tasks
+        self.ran.append((bits, task))
+        kept = 0.5 if self.lost.get(bits) == task else 1.0
+        score = RulerScore(kept, 1.0, kept, (kept, kept), True, 4, 4)
+        perplexity = SimpleNamespace(increase=0.0, kl=0.01)
+        ruler = {} if task == "documents" else {task: vars(score)}
+        report = {"perplexity": vars(perplexity), "tasks": {}, "ruler": ruler}
+        return SimpleNamespace(to_json=lambda: report)
+
+
+@pytest.fixture
+def scored(few, monkeypatch):
+    """Judge with chosen scores."""
+    monkeypatch.setattr(Judge, "report", REPORT)
+    monkeypatch.setattr(judging, "Evaluation", FakeEvaluation)
+    monkeypatch.setattr(FakeEvaluation, "lost", {})
+    monkeypatch.setattr(FakeEvaluation, "ran", [])
+    return FakeEvaluation
+
+
+def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(scored, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "niah_multikey_2"))
+    scored.lost = {3: "vt"}
+    outcome = compress(SOURCE, tmp_path / "model", options=replace(OPTIONS, context=2048))
+    assert (outcome.rows[1].name, outcome.within, outcome.rows[1].worst) == ("8bit", True, 1.0)
+    assert scored.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "niah_multikey_2")]
+
+
+def test_an_interrupted_judgement_repeats_no_part(scored, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "niah_multikey_2"))
+    options, output = replace(OPTIONS, context=2048), tmp_path / "model"
+
+    def interrupt(line: str) -> None:
+        if line.startswith("vt: 1.00 of 1.00"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(SOURCE, output, options=options, watch=interrupt)
+    compress(SOURCE, output, options=options)
+    assert scored.ran == [(3, "documents"), (3, "vt"), (3, "niah_multikey_2")]
+    report = json.loads((output / "compress.json").read_text())["reports"]["searched"]
+    assert {*report["ruler"]} == {"vt", "niah_multikey_2"}
+
+
+def test_a_task_that_the_context_is_too_short_for_is_left_out(scored, tmp_path, monkeypatch):
+    prepare, said = judging.prepare, []
+
+    def refuse_one(*arguments, tasks, **options):
+        if "cwe" in tasks:
+            raise EvaluationError("context=1024: task 'cwe' needs at least 2,000 tokens")
+        return prepare(*arguments, tasks=tasks, **options)
+
+    monkeypatch.setattr(judging, "prepare", refuse_one)
+    monkeypatch.setattr(judging, "RULER_TASKS", ("cwe", "vt"))
+    compress(SOURCE, tmp_path / "model", options=OPTIONS, watch=said.append)
+    assert scored.ran == [(3, "documents"), (3, "vt")]
+    assert "cwe is not judged: context=1024: task 'cwe' needs at least 2,000 tokens" in said
+
+
+def test_prompts_are_read_together_if_their_caches_fit(tmp_path, monkeypatch):
+    checkpoint = Checkpoint.open(convert(SOURCE, tmp_path / "model").path)
+    one = CompressionPlan.full(checkpoint.config).bytes(1024)
+    for free, batch in ((None, 1), (one, 1), (8 * one, 2), (40 * one, 8), (1000 * one, 16)):
+        monkeypatch.setattr(judging, "free_bytes", lambda free=free: free)
+        assert choose_batch(checkpoint, 1024) == batch
 
 
 @pytest.mark.full

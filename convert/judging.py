@@ -1,0 +1,228 @@
+"""Judgement of plans on text that neither the calibration nor the search has read (ours).
+
+A plan is judged in parts: first perplexity and questions about documents, then each task of `RULER_TASKS`. It
+fails at the first part that does not hold its limits, so that a bad plan takes little time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from zdc_jax.cache.kv_cache import free_bytes
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import EvaluationError
+from zdc_jax.evaluation.evaluate import Evaluation, Material, prepare
+from zdc_jax.evaluation.text import Document
+from zdc_jax.generation.api import generate
+from zdc_jax.loading import LanguageModel, load
+from zdc_jax.plan import CompressionPlan
+
+JUDGED_RETENTION = 0.95
+"""Smallest retention of each task that counts."""
+JUDGED_BOUND = 0.93
+"""Smallest lower end of the 95 % interval of the retention of questions about documents. Where one document
+of ten loses a fact, few documents do not show it."""
+RULER_TASKS = ("niah_multikey_3", "niah_multikey_2", "niah_multivalue", "fwe", "vt")
+"""Tasks of RULER, hardest first. Facts among hundreds of similar ones are lost before any perplexity is."""
+RULER_BOUND = 0.90
+"""Smallest lower end for tasks of RULER. Their answers are right or wrong, which makes intervals wide."""
+RULER_SAMPLES = 100
+"""Most samples of a task of RULER."""
+MOST_PROMPTS = 16
+"""Most prompts of RULER to read at once."""
+CACHES = 4
+"""Caches of all prompts that must fit into the free memory: the cache, and copies while it is updated."""
+SPEED_TOKENS = 32
+"""Tokens generated to measure speed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the final table.
+
+    Attributes:
+      name: name of the plan, or `16 bits`.
+      share: bytes of the cache, relative to 16 bits.
+      tokens_that_fit: tokens of context that fit into the memory that the weights leave free.
+      increase: relative increase of perplexity.
+      kl: KL divergence from the unmodified model, in nats; None for that model.
+      worst: smallest retention of a task that counts; None if none counts.
+      tokens_per_second: speed of decoding one sequence of the context length.
+    """
+
+    name: str
+    share: float
+    tokens_that_fit: int | None
+    increase: float
+    kl: float | None
+    worst: float | None
+    tokens_per_second: float
+
+
+class Reports(Protocol):
+    """Plans to judge, and what was measured of them so far.
+
+    Attributes:
+      reports: report of each plan, by name.
+    """
+
+    reports: dict[str, Any]
+
+    def plan(self, name: str) -> CompressionPlan:
+        """Return a plan by name."""
+
+    def save(self) -> None:
+        """Store the reports."""
+
+
+class Judge:
+    """Measures plans, each part once, and keeps the reports.
+
+    Args:
+      checkpoint: converted and calibrated folder.
+      material: text for perplexity and for questions about documents.
+      documents: text in which tasks of RULER hide their needles.
+      samples: samples of each task of RULER.
+      max_loss: largest relative increase of perplexity.
+      seed: seed that chooses text and facts.
+      state: plans and reports.
+      watch: receives a line of text at each stage.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        material: Material,
+        documents: Sequence[Document],
+        *,
+        samples: int,
+        max_loss: float,
+        seed: int,
+        state: Reports,
+        watch: Callable[[str], None],
+    ):
+        self.checkpoint, self.material, self.documents = checkpoint, material, documents
+        self.samples, self.max_loss, self.seed = samples, max_loss, seed
+        self.state, self.watch = state, watch
+        self.dense = load(checkpoint.path)
+        self.model: tuple[str, LanguageModel] | None = None  # The plan that was loaded last.
+        self.evaluation = Evaluation(self.dense.network, material, protocol="cached", batch=1)
+        self.ruler: dict[str, Evaluation | None] = {}  # By task; None for one that cannot be posed.
+
+    def holds(self, name: str) -> bool:
+        """Measure a plan until it fails, and return whether it holds all limits."""
+        self.watch(f"judging {name}")
+        report = self.report(name)
+        if report["perplexity"]["increase"] > self.max_loss:
+            return False
+        if not all(is_retained(task, JUDGED_BOUND) for task in report["tasks"].values()):
+            return False
+        return all(is_retained(score, RULER_BOUND) for score in self._list_scores(name))
+
+    def report(self, name: str) -> Any:
+        """Return the report of a plan: perplexity, document tasks, and tasks of RULER measured so far."""
+        if name not in self.state.reports:
+            self.state.reports[name] = self.evaluation.evaluate(self._load(name).network).to_json()
+            self.state.save()
+        return self.state.reports[name]
+
+    def make_dense_row(self) -> Row:
+        """Return the table's line for the unmodified model."""
+        full = CompressionPlan.full(self.checkpoint.config)
+        return Row("16 bits", 1.0, self._count_fitting(full), 0.0, None, None, self._time(self.dense))
+
+    def make_row(self, name: str) -> Row:
+        """Return the table's line for a judged plan."""
+        plan, report = self.state.plan(name), self.report(name)
+        full, context = CompressionPlan.full(self.checkpoint.config), self.material.context
+        return Row(
+            name,
+            plan.bytes(context) / full.bytes(context),
+            self._count_fitting(plan),
+            report["perplexity"]["increase"],
+            report["perplexity"]["kl"],
+            _find_worst(report),
+            self._time(self._load(name)),
+        )
+
+    def _list_scores(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the plan's score in each task of RULER, measured when it is asked for."""
+        scores = self.report(name)["ruler"]
+        for task in RULER_TASKS:
+            if task not in scores and (evaluation := self._pose(task)) is not None:
+                report = evaluation.evaluate(self._load(name).network).to_json()
+                scores[task] = report["ruler"][task]
+                self.state.save()
+                self.watch(f"{task}: {scores[task]['score']:.2f} of {scores[task]['dense']:.2f} in 16 bits")
+            if task in scores:
+                yield scores[task]
+
+    def _pose(self, task: str) -> Evaluation | None:
+        """Return the evaluation of a task of RULER; None if the context is too short for it."""
+        if task not in self.ruler:
+            try:
+                material = self._prepare(task)
+            except EvaluationError as error:
+                self.watch(f"{task} is not judged: {error}")
+                self.ruler[task] = None
+            else:
+                batch = choose_batch(self.checkpoint, self.material.context)
+                self.ruler[task] = Evaluation(self.dense.network, material, protocol="cached", batch=batch)
+        return self.ruler[task]
+
+    def _prepare(self, task: str) -> Material:
+        config = self.checkpoint.config
+        (material,) = prepare(
+            config,
+            self.checkpoint.tokenizer(),
+            CompressionPlan.full(config),
+            self.documents,
+            tasks=(task,),
+            contexts=(self.material.context,),
+            split="report",
+            max_documents=self.samples,
+            seed=self.seed,
+        )
+        return material
+
+    def _load(self, name: str) -> LanguageModel:
+        """Return the model with a plan."""
+        if self.model is None or self.model[0] != name:
+            self.model = None  # Its weights leave the device first.
+            self.model = name, load(self.checkpoint.path, self.state.plan(name))
+        return self.model[1]
+
+    def _count_fitting(self, plan: CompressionPlan) -> int | None:
+        free, context = free_bytes(), self.material.context
+        return None if free is None else int(free // plan.bytes(context) * context)
+
+    def _time(self, model: LanguageModel) -> float:
+        """Return the decoded tokens per second of one sequence; the first run compiles."""
+        new = min(SPEED_TOKENS, self.material.context // 4)
+        prompt = [next(iter(model.config.eos_ids), 0)] * (self.material.context - new)
+        result = [generate(model, [prompt], new, stop_tokens=()) for _ in range(2)][-1]
+        return (len(result.completions[0].tokens) - 1) / max(result.timings.decode, 1e-9)
+
+
+def choose_batch(checkpoint: Checkpoint, context: int) -> int:
+    """Return the number of prompts to read at once: a power of two, 1 if the free memory is unknown."""
+    batch, free = MOST_PROMPTS, free_bytes() or 0
+    needed = CACHES * CompressionPlan.full(checkpoint.config).bytes(context)
+    while batch > 1 and batch * needed > free:
+        batch //= 2
+    return batch
+
+
+def is_retained(task: Mapping[str, Any], bound: float) -> bool:
+    """Return whether the retention of a task, and the lower end of its interval if any, hold the limits.
+
+    A task that does not count holds them.
+    """
+    low = task["retention"] if task["interval"] is None else task["interval"][0]
+    return not task["counts"] or (task["retention"] >= JUDGED_RETENTION and low >= bound)
+
+
+def _find_worst(report: Mapping[str, Any]) -> float | None:
+    """Return the smallest retention of the tasks that count, or None."""
+    tasks = [*report["tasks"].values(), *report["ruler"].values()]
+    return min((task["retention"] for task in tasks if task["counts"]), default=None)
