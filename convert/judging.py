@@ -5,13 +5,18 @@ fails at the first part that does not hold its limits, so that a bad plan takes 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError
 from zdc_jax.evaluation.evaluate import Evaluation, Material, prepare
+from zdc_jax.evaluation.ruler.answer import score_task
+from zdc_jax.evaluation.ruler.prompt import RulerTask
+from zdc_jax.evaluation.ruler.score import LEAST_COUNTED, compare_scores
 from zdc_jax.evaluation.text import Document
 from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load
@@ -57,6 +62,18 @@ class Row:
     kl: float | None
     worst: float | None
     tokens_per_second: float
+
+
+class PosedTask(NamedTuple):
+    """Task of RULER that counts.
+
+    Attributes:
+      samples: prompts and right answers.
+      dense: score of the unmodified model on each sample, [samples].
+    """
+
+    samples: RulerTask
+    dense: np.ndarray
 
 
 class Reports(Protocol):
@@ -107,7 +124,7 @@ class Judge:
         self.dense = load(checkpoint.path)
         self.model: tuple[str, LanguageModel] | None = None  # The plan that was loaded last.
         self.evaluation = Evaluation(self.dense.network, material, protocol="cached", batch=1)
-        self.ruler: dict[str, Evaluation | None] = {}  # By task; None for one that cannot be posed.
+        self.ruler: dict[str, PosedTask | None] = {}  # None for a task that does not count.
 
     def holds(self, name: str) -> bool:
         """Measure a plan until it fails, and return whether it holds all limits."""
@@ -146,29 +163,42 @@ class Judge:
         )
 
     def _list_scores(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the plan's score in each task of RULER, measured when it is asked for."""
+        """Yield the plan's score in each task of RULER that counts, measured when it is asked for."""
         scores = self.report(name)["ruler"]
         for task in RULER_TASKS:
-            if task not in scores and (evaluation := self._pose(task)) is not None:
-                report = evaluation.evaluate(self._load(name).network).to_json()
-                scores[task] = report["ruler"][task]
+            if task not in scores and (posed := self._pose(task)) is not None:
+                score = compare_scores(posed.dense, self._score(self._load(name), posed.samples))
+                scores[task] = asdict(score)
                 self.state.save()
-                self.watch(f"{task}: {scores[task]['score']:.2f} of {scores[task]['dense']:.2f} in 16 bits")
+                self.watch(f"{task}: {score.score:.2f}; in 16 bits {score.dense:.2f}")
             if task in scores:
                 yield scores[task]
 
-    def _pose(self, task: str) -> Evaluation | None:
-        """Return the evaluation of a task of RULER; None if the context is too short for it."""
+    def _pose(self, task: str) -> PosedTask | None:
+        """Return a task of RULER; None if it does not count, which is said once."""
         if task not in self.ruler:
-            try:
-                material = self._prepare(task)
-            except EvaluationError as error:
-                self.watch(f"{task} is not judged: {error}")
-                self.ruler[task] = None
-            else:
-                batch = choose_batch(self.checkpoint, self.material.context)
-                self.ruler[task] = Evaluation(self.dense.network, material, protocol="cached", batch=batch)
+            posed = self._answer_without_plan(task)
+            if isinstance(posed, str):
+                self.watch(f"{task} is not judged: {posed}")
+            self.ruler[task] = None if isinstance(posed, str) else posed
         return self.ruler[task]
+
+    def _answer_without_plan(self, task: str) -> PosedTask | str:
+        """Return a task of RULER with the scores of the unmodified model, or why it does not count."""
+        if self.samples < LEAST_COUNTED:
+            return f"{self.samples} samples are fewer than {LEAST_COUNTED}"
+        try:
+            samples = self._prepare(task).ruler[task]
+        except EvaluationError as error:
+            return str(error)
+        dense = self._score(self.dense, samples)
+        if (right := np.count_nonzero(dense)) < LEAST_COUNTED:
+            return f"without a plan {right} of {len(dense)} answers are right, fewer than {LEAST_COUNTED}"
+        return PosedTask(samples, dense)
+
+    def _score(self, model: LanguageModel, samples: RulerTask) -> np.ndarray:
+        batch = choose_batch(self.checkpoint, self.material.context)
+        return score_task(model.network, samples, protocol="cached", batch=batch)
 
     def _prepare(self, task: str) -> Material:
         config = self.checkpoint.config

@@ -1,11 +1,12 @@
 """`zdc compress`: from a checkpoint to a judged plan, and what happens when it is interrupted."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from convert import compress as compress_module
@@ -18,7 +19,6 @@ from convert.judging import JUDGED_BOUND, RULER_BOUND, RULER_TASKS, Judge, choos
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, TextError
-from zdc_jax.evaluation.ruler.score import RulerScore
 from zdc_jax.evaluation.splits import documents_of
 from zdc_jax.evaluation.text import Document
 from zdc_jax.loading import stored_basis
@@ -28,11 +28,19 @@ from zdc_jax.presets import coded_plan
 SOURCE = Path(compress_module.__file__).parent / "demo_checkpoint"
 REPORT = Judge.report
 OPTIONS = CompressOptions(context=1024, documents=2, tokens=4096, minutes=1)
+MANY = replace(OPTIONS, documents=20)
+"""Options with enough samples of RULER."""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Convert the checkpoint once for all tests."""
+    return convert(SOURCE, tmp_path_factory.mktemp("converted") / "model")
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Find and judge plans as a test chooses, without a search and without calibration."""
+def few(converted, monkeypatch):
+    """Find and judge plans as a test chooses, without a search, and without calibration or conversion."""
     losses = {"searched": 0.0, "8bit": 0.0}
 
     def search(checkpoint, *_):
@@ -57,6 +65,12 @@ def few(monkeypatch):
         basis = Basis.identity(config.num_layers, config.num_kv_heads, config.head_dim)
         replace(basis, fingerprint=checkpoint.fingerprint).save(checkpoint.calibration_path / "basis")
 
+    def copy(source, output, *, overwrite):
+        if overwrite:
+            shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(converted.path, output)
+
+    monkeypatch.setattr(compress_module, "convert", copy)
     monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
     monkeypatch.setattr(Judge, "report", report)
     monkeypatch.setattr(compress_module, "_search", search)
@@ -162,82 +176,87 @@ def test_a_task_is_retained_if_its_interval_is_high_enough(
     assert is_retained(task, RULER_BOUND) == holds_in_ruler
 
 
-class FakeEvaluation:
-    """Evaluation with chosen scores: `lost` names the tasks that a plan with that many key bits loses."""
-
-    lost: ClassVar[dict[int, str]] = {}
-    ran: ClassVar[list[tuple[int, str]]] = []
-
-    def __init__(self, dense, material, *, protocol, batch):
-        self.tasks = [*material.ruler] or ["documents"]
+@pytest.fixture
+def judged(few, monkeypatch):
+    """Judge without networks; `lost` has pairs of key bits and lost tasks of RULER, `ran` all runs."""
+    made = SimpleNamespace(lost=[], ran=[], dense=np.ones(40))
 
     def evaluate(self, network):
-        bits = network.plan.settings_of(0).bits_k
-        (task,) = self.tasks
-        self.ran.append((bits, task))
-        kept = 0.5 if self.lost.get(bits) == task else 1.0
-        score = RulerScore(kept, 1.0, kept, (kept, kept), True, 4, 4)
-        perplexity = SimpleNamespace(increase=0.0, kl=0.01)
-        ruler = {} if task == "documents" else {task: vars(score)}
-        report = {"perplexity": vars(perplexity), "tasks": {}, "ruler": ruler}
+        made.ran.append((find_bits(network), "documents"))
+        report = {"perplexity": {"increase": 0.0, "kl": 0.01}, "tasks": {}, "ruler": {}}
         return SimpleNamespace(to_json=lambda: report)
 
+    def score_task(network, samples, **_):
+        if (bits := find_bits(network)) is None:
+            return made.dense
+        made.ran.append((bits, samples))
+        return made.dense * ((bits, samples) not in made.lost)
 
-@pytest.fixture
-def scored(few, monkeypatch):
-    """Judge with chosen scores."""
     monkeypatch.setattr(Judge, "report", REPORT)
-    monkeypatch.setattr(judging, "Evaluation", FakeEvaluation)
-    monkeypatch.setattr(FakeEvaluation, "lost", {})
-    monkeypatch.setattr(FakeEvaluation, "ran", [])
-    return FakeEvaluation
+    monkeypatch.setattr(Judge, "_prepare", lambda self, task: SimpleNamespace(ruler={task: task}))
+    monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "fwe"))
+    monkeypatch.setattr(judging.Evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(judging, "score_task", score_task)
+    return made
 
 
-def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(scored, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "niah_multikey_2"))
-    scored.lost = {3: "vt"}
-    outcome = compress(SOURCE, tmp_path / "model", options=replace(OPTIONS, context=2048))
+def find_bits(network) -> int | None:
+    """Return the bits of keys in a network's plan; None for the unmodified model."""
+    settings = network.plan.settings_of(0)
+    return getattr(settings, "bits_k", None)
+
+
+def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_path):
+    judged.lost = [(3, "vt")]
+    outcome = compress(SOURCE, tmp_path / "model", options=MANY)
     assert (outcome.rows[1].name, outcome.within, outcome.rows[1].worst) == ("8bit", True, 1.0)
-    assert scored.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "niah_multikey_2")]
+    assert judged.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "fwe")]
 
 
-def test_an_interrupted_judgement_repeats_no_part(scored, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "niah_multikey_2"))
-    options, output = replace(OPTIONS, context=2048), tmp_path / "model"
+def test_an_interrupted_judgement_repeats_no_part(judged, tmp_path):
+    output = tmp_path / "model"
 
     def interrupt(line: str) -> None:
-        if line.startswith("vt: 1.00 of 1.00"):
+        if line == "fwe: 1.00; in 16 bits 1.00":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compress(SOURCE, output, options=options, watch=interrupt)
-    compress(SOURCE, output, options=options)
-    assert scored.ran == [(3, "documents"), (3, "vt"), (3, "niah_multikey_2")]
+        compress(SOURCE, output, options=MANY, watch=interrupt)
+    assert judged.ran == [(3, "documents"), (3, "vt"), (3, "fwe")]
+    compress(SOURCE, output, options=MANY)
+    assert judged.ran == [(3, "documents"), (3, "vt"), (3, "fwe")]
     report = json.loads((output / "compress.json").read_text())["reports"]["searched"]
-    assert {*report["ruler"]} == {"vt", "niah_multikey_2"}
+    assert {task: score["score"] for task, score in report["ruler"].items()} == {"vt": 1.0, "fwe": 1.0}
 
 
-def test_a_task_that_the_context_is_too_short_for_is_left_out(scored, tmp_path, monkeypatch):
-    prepare, said = judging.prepare, []
+@pytest.mark.parametrize(
+    ("options", "right", "reason"),
+    [
+        (OPTIONS, 40, "4 samples are fewer than 20"),
+        (MANY, 19, "without a plan 19 of 40 answers are right, fewer than 20"),
+        (MANY, None, "context=1024: too short"),
+    ],
+)
+def test_tasks_of_ruler_that_do_not_count_are_left_out(judged, options, right, reason, tmp_path, monkeypatch):
+    def refuse(self, task):
+        raise EvaluationError("context=1024: too short")
 
-    def refuse_one(*arguments, tasks, **options):
-        if "cwe" in tasks:
-            raise EvaluationError("context=1024: task 'cwe' needs at least 2,000 tokens")
-        return prepare(*arguments, tasks=tasks, **options)
+    if right is None:
+        monkeypatch.setattr(Judge, "_prepare", refuse)
+    judged.dense, said = (np.arange(40) < (right or 0)).astype(float), []
+    outcome = compress(SOURCE, tmp_path / "model", options=options, watch=said.append)
+    assert outcome.within
+    assert judged.ran == [(3, "documents")]
+    assert [f"{task} is not judged: {reason}" for task in ("vt", "fwe")] == [
+        line for line in said if "not judged" in line
+    ]
 
-    monkeypatch.setattr(judging, "prepare", refuse_one)
-    monkeypatch.setattr(judging, "RULER_TASKS", ("cwe", "vt"))
-    compress(SOURCE, tmp_path / "model", options=OPTIONS, watch=said.append)
-    assert scored.ran == [(3, "documents"), (3, "vt")]
-    assert "cwe is not judged: context=1024: task 'cwe' needs at least 2,000 tokens" in said
 
-
-def test_prompts_are_read_together_if_their_caches_fit(tmp_path, monkeypatch):
-    checkpoint = Checkpoint.open(convert(SOURCE, tmp_path / "model").path)
-    one = CompressionPlan.full(checkpoint.config).bytes(1024)
+def test_prompts_are_read_together_if_their_caches_fit(converted, monkeypatch):
+    one = CompressionPlan.full(converted.config).bytes(1024)
     for free, batch in ((None, 1), (one, 1), (8 * one, 2), (40 * one, 8), (1000 * one, 16)):
         monkeypatch.setattr(judging, "free_bytes", lambda free=free: free)
-        assert choose_batch(checkpoint, 1024) == batch
+        assert choose_batch(converted, 1024) == batch
 
 
 @pytest.mark.full
