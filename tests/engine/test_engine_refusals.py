@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+import jax
 import pytest
 from conftest import TinyModel
 from listening import CONFIG, TWO_LAYERS, Listener, ask, window_model
@@ -45,6 +46,19 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     engine.close(drain=True, timeout=10)
     with pytest.raises(Busy, match="closing"):
         ask(engine, request)
+
+
+def test_a_closed_engine_leaves_no_step_on_the_device(model, monkeypatch):
+    waited, wait = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: waited.append(wait(arrays)))
+    engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32))
+    begun = threading.Event()
+    listener = Listener(begun.set)
+    engine.submit(EngineRequest((3, 4), 150), listener)
+    assert begun.wait(60)
+    engine.close(drain=False, timeout=0)
+    assert listener.reason == "cancelled"
+    assert jax.tree.leaves(waited[-1])  # Otherwise the process would be aborted at its end.
 
 
 @pytest.mark.parametrize(

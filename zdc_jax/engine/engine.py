@@ -286,7 +286,7 @@ class Engine:
                     self._changed.wait()
                 self._process_inbox()
                 if self._stopped:
-                    return
+                    break
             try:
                 if self._scheduler.victim() is not None:
                     # A preempted request keeps its output, so pending tokens must be delivered first.
@@ -308,6 +308,8 @@ class Engine:
                 )
                 self._fail_running(error)
                 pending = []
+        # A process that ends while its device computes is aborted.
+        jax.block_until_ready([each.chosen for each in pending])
 
     def _ends_a_lone_text(self, plan: Plan) -> bool:
         """Return whether a step reads the last chunk of a text while nothing else runs."""
