@@ -175,7 +175,7 @@ class Serve:
 
 def _begin(work: Callable[..., object], *arguments: Any) -> None:
     """Begin work that takes seconds, and that others wait for, while weights are read."""
-    threading.Thread(target=work, args=arguments, daemon=True).start()
+    threading.Thread(target=work, args=arguments).start()  # The process waits for it before it ends.
 
 
 def _start_device() -> None:
