@@ -220,18 +220,22 @@ class CodedSearch(Search):
     def list_larger(self, factors: Sequence[float]) -> list[tuple[float, CompressionPlan]]:
         """Return plans of least predicted loss that store at most these multiples of the best plan's bytes.
 
-        Only after `run`. The plans are bound to the model. Factors without a larger plan are left out: all of
-        them if no time was left to measure layers.
+        Only after `run`. The plans are bound to the model. A factor is left out if it has no larger plan than
+        the factor before. All are left out if no time was left to measure layers.
+
+        Args:
+          factors: multiples of the best plan's bytes, ascending.
         """
         if self.costs is None or self.best is None:
             return []
-        window, least = self.best.plan.window, self.size(self.best.plan)
+        window, smallest = self.best.plan.window, self.size(self.best.plan)
         plans = [self._make_plan(ranks, window) for ranks in self._list_path(self.costs)]
-        larger = []
+        larger, last = [], smallest
         for factor in factors:
-            fitting = (plan for plan in plans if least < self.size(plan) <= factor * least)
+            fitting = (plan for plan in plans if last < self.size(plan) <= factor * smallest)
             if (plan := max(fitting, key=self.size, default=None)) is not None:
                 larger.append((factor, plan))
+                last = self.size(plan)
         return larger
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
