@@ -242,11 +242,11 @@ def test_retention_is_that_of_counted_samples():
     dense, plan = np.array([1.0, 0.5, 0.0, 0.5]), np.array([0.5, 0.5, 1.0, 0.25])
     found = compare_scores(dense, plan)
     assert (found.score, found.dense) == (0.5625, 0.5)
-    assert found.retention == 1.25 / 2
+    assert (found.retention, found.ratio, found.ratio_interval) == (1.25 / 2, 2.25 / 2, None)
     assert (found.samples, found.counted, found.counts) == (4, 3, False)
     assert found.interval == (0.5, 1.0)  # Only the first or only the second sample: 1 in 27 draws.
     none = compare_scores(np.zeros(3), np.ones(3))
-    assert (none.retention, none.interval, none.counted) == (None, None, 0)
+    assert (none.retention, none.ratio, none.interval, none.counted) == (None, None, None, 0)
     assert compare_scores(np.ones(1), np.ones(1)).interval is None
 
 
@@ -257,5 +257,6 @@ def test_intervals_cover_the_retention():
     found = compare_scores(np.ones(400), plan)
     error = 1.96 * plan.std() / np.sqrt(400)
     assert found.interval == pytest.approx((plan.mean() - error, plan.mean() + error), abs=0.005)
+    assert (found.ratio, found.ratio_interval) == (found.retention, found.interval)
     assert found.counts
     assert not compare_scores(np.ones(LEAST_COUNTED - 1), np.ones(LEAST_COUNTED - 1)).counts

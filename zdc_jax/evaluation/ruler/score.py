@@ -16,11 +16,14 @@ LEAST_COUNTED = 20
 class RulerScore:
     """Scores of one task with a plan and with the unmodified model.
 
-    A sample counts if the unmodified model's score on it is above 0.
+    A sample counts if the unmodified model's score on it is above 0. Where that model is often wrong, any
+    noise loses some of the counted samples and wins others: `retention` falls, although `ratio` does not.
 
     Attributes:
       score: mean score with the plan over all samples, 0 to 1.
       dense: mean score of the unmodified model over all samples.
+      ratio: ratio of both mean scores; None if the unmodified model scores 0.
+      ratio_interval: 95 % paired bootstrap interval of `ratio` over all samples; None unless the task counts.
       retention: ratio of both mean scores over the counted samples; None without any.
       interval: 95 % paired bootstrap interval of `retention` over counted samples; its first number is the
         lower bound. None for fewer than two samples.
@@ -31,6 +34,8 @@ class RulerScore:
 
     score: float
     dense: float
+    ratio: float | None
+    ratio_interval: tuple[float, float] | None
     retention: float | None
     interval: tuple[float, float] | None
     counts: bool
@@ -56,6 +61,8 @@ def compare_scores(dense: Float[np.ndarray, " samples"], plan: Float[np.ndarray,
     return RulerScore(
         score=float(plan.mean()),
         dense=float(dense.mean()),
+        ratio=float(plan.sum() / dense.sum()) if len(whole) else None,
+        ratio_interval=_bootstrap_ratio(plan, dense) if len(whole) >= LEAST_COUNTED else None,
         retention=float(kept.sum() / whole.sum()) if len(whole) else None,
         interval=_bootstrap_ratio(kept, whole) if len(whole) > 1 else None,
         counts=len(whole) >= LEAST_COUNTED,
