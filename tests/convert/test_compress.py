@@ -174,7 +174,7 @@ def test_a_task_is_retained_if_its_interval_is_high_enough(retention, interval, 
 
 
 def test_gains_in_ruler_count_as_losses_do():
-    """Half of the samples are solved without a plan; with it, five others are lost than are won."""
+    # Half of the samples are solved without a plan. One plan loses five and wins five others.
     dense = np.arange(100) < 50
     same, lost = np.roll(dense, 5), dense & (np.arange(100) > 4)
     scores = [vars(compare_scores(dense.astype(float), plan.astype(float))) for plan in (same, lost)]
