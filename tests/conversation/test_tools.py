@@ -51,6 +51,11 @@ REPLIES = [
     (LLAMA3, f'\n{{"type": "function", "function": "add", "parameters": {ARGUMENTS}}}', "", [ADD]),
     (LLAMA3, f'<|python_tag|>{CALL}; {{"name": "f", "parameters": {{}}}}', "", [ADD, ("f", "{}")]),
     (LLAMA3, f"{CALL}\n\nThat is it.", "That is it.", [ADD]),
+    # Further calls that the limit cuts
+    (HERMES, f"{MARKED}\n<tool_call>", "", [ADD]),
+    (HERMES, f'{MARKED}\n<tool_call>\n{{"na', "", [ADD]),
+    (MISTRAL, f"[TOOL_CALLS]add{ARGUMENTS}[TOOL_CALLS]su", "", [ADD]),
+    (HERMES, f"{MARKED}\n<tool_call>no", "\n<tool_call>no", [ADD]),
     # Calls in other shapes
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),

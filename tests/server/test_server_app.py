@@ -276,6 +276,11 @@ def test_variables_of_templates():
         assert "does not read it; leave it out, or send one of enable_thinking" in described["message"]
 
 
+def test_a_template_without_variables_suggests_none(client):
+    described = error(client.post(CHATS, json={"messages": HELLO, "reasoning_effort": "low"}), 400)
+    assert described["message"].endswith("the chat template of this model does not read it; leave it out")
+
+
 def test_a_reply_is_continued(client, engine):
     messages = [*HELLO, {"role": "assistant", "content": "it is"}]
     for field in ({"continue_final_message": True}, {"add_generation_prompt": False}):

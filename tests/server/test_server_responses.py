@@ -42,6 +42,12 @@ def test_a_text():
     assert engine.submitted[0].sampling.temperature == 0
 
 
+def test_a_seed():
+    engine = tool_engine("It is 3.", CHATML)
+    ask(engine, extra_body={"seed": 7})
+    assert engine.submitted[0].sampling.seed == 7
+
+
 def test_a_text_that_the_limit_cuts():
     response = ask(tool_engine("It is 3.", CHATML), max_output_tokens=5)
     assert (response.status, response.output_text) == ("incomplete", "It is")

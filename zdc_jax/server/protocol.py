@@ -437,11 +437,9 @@ class ChatRequest(GenerationRequest):
             if name in known:
                 used[name] = value
             elif name not in SWITCHES:
-                message = (
-                    f"{field}={show(value)}: the chat template of this model does not read it; leave it out, "
-                    f"or send one of {', '.join(sorted(known))}"
-                )
-                raise RequestError(message, param=field)
+                others = f", or send one of {', '.join(sorted(known))}" if known else ""
+                message = f"{field}={show(value)}: the chat template of this model does not read it; leave it out"
+                raise RequestError(message + others, param=field)
         return used
 
 

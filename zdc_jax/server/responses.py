@@ -152,6 +152,7 @@ class ResponseRequest(ModelRequest):
       max_output_tokens: most tokens of the response.
       temperature: softmax temperature; 0 is greedy decoding.
       top_p: probability of the set of most likely tokens to sample from.
+      seed: seed of the response; null for a random seed.
       tools: tools that the model may call.
       tool_choice: `none` hides the tools from the model, `required` makes it call one, and an object makes it
         call the tool of this name; None means `auto`.
@@ -170,6 +171,7 @@ class ResponseRequest(ModelRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = None
     tools: list[ResponseTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool = True
@@ -198,6 +200,7 @@ class ResponseRequest(ModelRequest):
                 "max_completion_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                "seed": self.seed,
                 "tools": [tool.to_chat() for tool in self.tools],
                 "tool_choice": choice.to_chat() if isinstance(choice := self.tool_choice, Body) else choice,
                 "response_format": self.text.format.to_chat(),

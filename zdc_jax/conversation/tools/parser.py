@@ -64,8 +64,8 @@ class ToolParser:
     """Incremental parser of one reply.
 
     What looks like a call but is none becomes content. White space before a call, separators between calls,
-    and anything between a call and its end mark are dropped. Any division of a reply gives the same content
-    and calls.
+    and anything between a call and its end mark are dropped. So is a further call that the end of the reply
+    cuts off before its name. Any division of a reply gives the same content and calls.
 
     Args:
       format: format of the calls.
@@ -163,8 +163,7 @@ class ToolParser:
             return True
         if reader.state == "reading" and not self._final:
             return False
-        self._content += self._unclaimed
-        self._unclaimed = ""
+        self._release()
         return self._leave_group(skip=self._marked and reader.name is not None)
 
     def _skip_to_end(self) -> bool:
@@ -186,10 +185,16 @@ class ToolParser:
     def _leave_group(self, *, skip: bool = False) -> bool:
         """Read content next, or skip to the end mark with `skip`."""
         if not self._claimed:
-            self._content += self._unclaimed
+            self._release()
         self._unclaimed = ""
         self._read = self._skip_to_end if skip and self._format.end is not None else self._read_content
         return True
+
+    def _release(self) -> None:
+        """Pass on text that belongs to no call, unless the reply ends in the beginning of a further call."""
+        if not (self._final and self._marked and self._count and not self._buffer):
+            self._content += self._unclaimed
+        self._unclaimed = ""
 
     def _take(self, count: int) -> None:
         self._unclaimed, self._buffer = self._unclaimed + self._buffer[:count], self._buffer[count:]
