@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import signal
 import socket
@@ -70,7 +71,8 @@ def test_a_client_that_goes_amid_a_stream(running):
     until(lambda: [ticket.cancelled.is_set() for ticket in running.engine.tickets] == [True, True])
 
 
-def test_a_client_that_does_not_wait_for_its_answer(running):
+def test_a_client_that_does_not_wait_for_its_answer(running, caplog):
+    caplog.set_level(logging.INFO, "zdc_jax.server")
     connection = HTTPConnection(*running.server.servers[0].sockets[0].getsockname())
     headers = {"Authorization": "Bearer key"}
     connection.request("POST", "/v1/completions", json.dumps(HANGING), headers)
@@ -78,6 +80,7 @@ def test_a_client_that_does_not_wait_for_its_answer(running):
     connection.close()
     until(lambda: [ticket.cancelled.is_set() for ticket in running.engine.tickets] == [True])
     until(lambda: running.engine.stats().running == 0)
+    until(lambda: "POST /v1/completions: 499 in" in caplog.text)
     assert running.http.post("/v1/completions", json={"prompt": "on"}).status_code == 200
 
 

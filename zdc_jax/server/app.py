@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -217,6 +217,10 @@ async def _answer_whole(http: Request, answers: Answers, reply: Reply | Response
     try:
         async for index, event in answers.events():
             reply.add(index, event)
+    except RequestError:
+        if watch.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         watch.cancel()
     return JSONResponse(reply.whole())
