@@ -438,8 +438,8 @@ class ChatRequest(GenerationRequest):
                 used[name] = value
             elif name not in SWITCHES:
                 others = f", or send one of {', '.join(sorted(known))}" if known else ""
-                message = f"{field}={show(value)}: the chat template of this model does not read it; leave it out"
-                raise RequestError(message + others, param=field)
+                cause = "the chat template of this model does not read it; leave it out"
+                raise RequestError(f"{field}={show(value)}: {cause}{others}", param=field)
         return used
 
 
