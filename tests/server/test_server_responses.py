@@ -151,7 +151,7 @@ def test_a_failure_in_a_stream():
         (
             {"reasoning": {"effort": "low"}},
             "reasoning.effort",
-            "chat template of this model does not read it",
+            'reasoning.effort="low": the chat template of this model does not read it',
         ),
         ({"tool_choice": "required"}, "tool_choice", "the names in tools: none"),
         (

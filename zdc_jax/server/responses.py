@@ -214,7 +214,10 @@ class ResponseRequest(ModelRequest):
         try:
             return self.chat.engine_requests(model, max_model_len)
         except RequestError as error:
-            error.param = CHAT_FIELDS.get(error.param or "", error.param)
+            name = error.param
+            if name in CHAT_FIELDS:
+                error.param = CHAT_FIELDS[name]
+                error.args = (str(error).replace(f"{name}=", f"{error.param}=", 1),)
             raise
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
