@@ -188,10 +188,10 @@ def test_a_full_disk_leaves_what_was_there(overwrite, tmp_path, monkeypatch):
         before = convert(tmp_path / "hf", tmp_path / "ours", progress=False).fingerprint
     save = ocp.StandardCheckpointer.save
 
-    def full(orbax: ocp.StandardCheckpointer, path: Path, tree: Any) -> None:
+    def full(orbax: ocp.StandardCheckpointer, path: Path, tree: Any, **options: Any) -> None:
         if path.name == "001":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(orbax, path, tree)
+        save(orbax, path, tree, **options)
 
     monkeypatch.setattr(ocp.StandardCheckpointer, "save", full)
     with pytest.raises(CheckpointError, match=r"no space left on the disk of .*ours"):
