@@ -34,7 +34,7 @@ from zdc_jax.presets import resolve_plan
 
 logger = logging.getLogger("zdc_jax")
 
-AHEAD = 8
+AHEAD = 4
 """Layers that are read and folded while one is sent to the device. Each takes host memory."""
 OVERFLOWING = frozenset({"gemma3_text"})
 """Families whose activations exceed the range of float16, as in vLLM."""
