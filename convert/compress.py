@@ -62,8 +62,8 @@ class CompressOptions:
       minutes: Time after which no further plan is searched. The judgement follows in any case.
       tokens: Tokens of text to calibrate on.
       documents: Most documents with task questions in the judgement. Below 50, losses in single documents
-        can stay hidden. The search reads half as many, at most 12. Tasks
-        of RULER have two samples for each document, at most 100.
+        can stay hidden. The search reads half as many, at most 12. Tasks of RULER have
+        two samples for each document, at most 100.
       seed: Seed that chooses text and facts.
     """
 
