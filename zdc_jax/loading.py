@@ -35,7 +35,7 @@ from zdc_jax.presets import resolve_plan
 logger = logging.getLogger("zdc_jax")
 
 AHEAD = 4
-"""Layers that are read and folded while one is sent to the device. Each takes host memory."""
+"""Layers that are read, folded and sent to the device at once. Each takes host memory."""
 OVERFLOWING = frozenset({"gemma3_text"})
 """Families whose activations exceed the range of float16, as in vLLM."""
 
@@ -174,11 +174,18 @@ def load(
         )
     check_basis(payload, basis)
 
-    def read_layer(index: int) -> dict[str, Any]:
-        return prepared_layer(index, checkpoint.layer(index), config, plan, basis, target, payload)
+    def read_embeddings() -> dict[str, Any]:
+        return send(cast(checkpoint.embeddings(), target))
 
-    reads: list[Callable[[], dict[str, Any]]] = [lambda: cast(checkpoint.embeddings(), target)]
-    reads += (partial(read_layer, index) for index in range(config.num_layers))
+    def read_layer(index: int) -> dict[str, Any]:
+        return send(prepared_layer(index, checkpoint.layer(index), config, plan, basis, target, payload))
+
+    # A mesh takes arrays of the host, of which each device receives its share.
+    send: Callable[[Any], Any] = jax.device_put if devices is None else lambda tree: tree
+    reads: list[Callable[[], dict[str, Any]]] = [
+        read_embeddings,
+        *(partial(read_layer, index) for index in range(config.num_layers)),
+    ]
     read = _call_ahead(reads)
     # Matrices are too small for BLAS's own threads, which would wait for each other.
     with threadpool_limits(1, "blas"), closing(read):
@@ -197,7 +204,7 @@ def load(
 
 
 def _call_ahead[T](functions: Sequence[Callable[[], T]]) -> Generator[T]:
-    """Yield the results of functions in order; threads compute the next `AHEAD` ones meanwhile."""
+    """Yield the results of functions in order; threads compute `AHEAD` of them at once."""
     threads, started = ThreadPoolExecutor(AHEAD), deque[Future[T]]()
     try:
         for function in functions:

@@ -1,5 +1,6 @@
 """Entry points of `zdc` and `zdc-convert`, which report missing packages in one line."""
 
+import gc
 import sys
 from importlib.util import find_spec
 
@@ -31,6 +32,7 @@ def _run(arguments: list[str]) -> int:
     if missing := [name for name in TOOLS if find_spec(name) is None]:
         print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
         return 2
+    gc.disable()  # Imports make many objects that stay. To search them for garbage takes a fifth of the time.
     from convert.cli.main import main
     from convert.cli.programs import FLAG, keep_programs
 

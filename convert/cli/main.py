@@ -1,5 +1,6 @@
 """The `zdc` command: its subcommands, and one-line errors."""
 
+import gc
 import logging
 import sys
 import warnings
@@ -90,6 +91,7 @@ def _run(name: str, arguments: list[str]) -> int:
         )
         try:
             command = _parse(arguments, commands)
+            gc.enable()
             command.run(Console())
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

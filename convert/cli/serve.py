@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from convert.cli.flags import (
 )
 from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import warm_up
 from zdc_jax.loading import TextSide, load
@@ -103,13 +105,13 @@ class Serve:
         http: HttpSettings,
         keys: Sequence[str],
     ) -> None:
-        from zdc_jax.server.run import serve
-
         _begin(_start_device)
+        _begin(import_module, "zdc_jax.server.run")  # It takes a second.
         side = TextSide.load(self.path, self.max_positions)
         config.served_length(side.config.max_positions)
         http.check_files_and_address()
         _begin(warm_up, side)
+        earlier = EarlierPrograms(f"{self.path.resolve()} {self.flags} {config} {self.dtype}")
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(
             self.path,
@@ -119,7 +121,9 @@ class Serve:
             mesh=self.mesh,
             reproducible=self.reproducible,
         )
-        with Engine(model, config) as engine:
+        from zdc_jax.server.run import serve
+
+        with Engine(model, config, earlier=earlier) as engine:
             serve(
                 engine,
                 name=names[0],

@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
             check_caches(plan, payload, degree(mesh, BY_HEAD))
             check_weights(config, mesh, weights)
         # On a mesh, host arrays must not pass through the default device.
-        put = jnp.asarray if mesh is None else _leave
+        put = jax.device_put if mesh is None else _leave
         if not isinstance(embeddings, Embeddings):
             embeddings = Embeddings(jax.tree.map(put, embeddings), config, reproducible=reproducible)
 
