@@ -54,7 +54,7 @@ UNIFORM = ((8, 0, 8), (4, 6, 4), (3, 5, 3), (2, 5, 3), (2, 4, 3), (2, 5, 2), (2,
 MEASURED_KEYS, MEASURED_VALUES = (2, 5), 2
 """Precision at which single layers are measured: bits of keys and of their index, bits of values. Losses at
 fewer bits are so large that they no longer grow with the error."""
-FEW_WINDOWS, FEW_DOCUMENTS = 2, 2
+FEW_WINDOWS, FEW_DOCUMENTS = 6, 2
 """Text on which single layers are measured."""
 CUT_FAILURES = 3
 """Failures that end the attempts to drop the far tokens of a layer."""
@@ -319,12 +319,13 @@ class CodedSearch(Search):
         self.base = self._measure_few(self._make_plan(self._list_highest(), window))
         key = find_keys(keys, *MEASURED_KEYS, self.config.head_dim)
         value = Precision(self.config.head_dim, MEASURED_VALUES)
+        far = self._list_far_layers()
+        lost_keys = [self._measure_alone(layer, build_layer(key, values[-1]), window) for layer in far]
+        lost_values = [self._measure_alone(layer, build_layer(keys[-1], value), window) for layer in far]
         qk, v = np.zeros((L, len(keys), 2)), np.zeros((L, len(values), 2))
-        for layer in self._list_far_layers():
-            lost_keys = self._measure_alone(layer, build_layer(key, values[-1]), window)
-            lost_values = self._measure_alone(layer, build_layer(keys[-1], value), window)
-            qk[layer] = np.outer(key_shares(self.book.basis, layer, keys, key), lost_keys)
-            v[layer] = np.outer(key_shares(self.book.basis, layer, values, value), lost_values)
+        for layer, of_keys, of_values in zip(far, shrink(lost_keys), shrink(lost_values), strict=True):
+            qk[layer] = np.outer(key_shares(self.book.basis, layer, keys, key), of_keys)
+            v[layer] = np.outer(key_shares(self.book.basis, layer, values, value), of_values)
         nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], np.zeros(L)) for i in (0, 1))
         return self.base, nats._replace(cut=np.full(L, np.inf)), tasks
 
@@ -420,6 +421,16 @@ class CodedSearch(Search):
             else:  # Further choices of this layer cost even more.
                 movable.remove(layer)
                 failures += 1
+
+
+def shrink(losses: Sequence[Float[np.ndarray, "2"]]) -> Float[np.ndarray, "L 2"]:
+    """Move the losses of layers half of the way to their mean.
+
+    The noise of one layer is about as large as the differences between layers. Without this, a layer whose
+    noise is negative gets the fewest bits.
+    """
+    measured = np.array(losses).reshape(-1, 2)
+    return (measured + measured.mean(0)) / 2 if len(measured) else measured
 
 
 def find_keys(keys: Sequence[Precision], bits: int, index: int, head_dim: int) -> Precision:
