@@ -273,7 +273,12 @@ def _search(
         batch=1,
         journal=checkpoint.path / JOURNAL_FILE,
     )
-    limits = SearchOptions(options.max_loss, min_retention=SEARCH_RETENTION, minutes=options.minutes)
+    limits = SearchOptions(
+        options.max_loss,
+        min_retention=SEARCH_RETENTION,
+        minutes=options.minutes,
+        verifies=False,  # The judgement does that, on more text.
+    )
 
     def tell(trial: Trial, best: Trial | None) -> None:
         if trial is best:

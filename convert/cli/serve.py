@@ -23,7 +23,6 @@ from convert.cli.flags import (
 )
 from convert.cli.http_flags import HttpFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import warm_up
 from zdc_jax.loading import TextSide, load
@@ -111,7 +110,6 @@ class Serve:
         config.served_length(side.config.max_positions)
         http.check_files_and_address()
         _begin(warm_up, side)
-        earlier = EarlierPrograms(f"{self.path.resolve()} {self.flags} {config} {self.dtype}")
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(
             self.path,
@@ -123,7 +121,7 @@ class Serve:
         )
         from zdc_jax.server.run import serve
 
-        with Engine(model, config, earlier=earlier) as engine:
+        with Engine(model, config) as engine:
             serve(
                 engine,
                 name=names[0],
@@ -183,8 +181,9 @@ def _begin(work: Callable[..., object], *arguments: Any) -> None:
 
 
 def _start_device() -> None:
+    """Start the device. A GPU reserves its memory at the first array, which takes seconds."""
     with suppress(RuntimeError):  # The model's loading reports it.
-        jax.devices()
+        jax.device_put(0).block_until_ready()
 
 
 def _log_with_times() -> None:

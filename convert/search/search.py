@@ -74,6 +74,7 @@ class SearchOptions:
       min_retention: limit on the retention of each task that counts, in [0, 1); 0 ignores tasks.
       minutes: time after which no further plan is measured, above 0.
       on_kernels: whether layers choose older tokens only by indexes that the GPU kernels can read.
+      verifies: whether a search that simulates plans measures the best one with arrays of its size.
 
     Raises:
       PlanError: an impossible value.
@@ -86,6 +87,7 @@ class SearchOptions:
     min_retention: float = 0.0
     minutes: float = math.inf
     on_kernels: bool = False
+    verifies: bool = True
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:

@@ -40,6 +40,7 @@ from convert.search.coded_search import (
     limit_reads,
     limit_reads_on_kernels,
     list_choices,
+    shrink,
 )
 from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
@@ -307,6 +308,21 @@ def test_a_plan_that_fails_with_real_arrays_is_not_the_result():
     assert best.increase == real.measure(best.plan).increase <= 0.3
     smallest = min(trial.bytes_share for trial in simulated_within(book, 0.3))
     assert best.bytes_share > smallest
+
+
+def test_a_caller_that_measures_plans_itself_needs_no_real_arrays():
+    def fail():
+        raise AssertionError("real arrays were measured")
+
+    book = FakeBook(0)
+    best = CodedSearch(CodedBooks(book, book, fail), SearchOptions(0.3, verifies=False)).run()
+    assert best.plan == CodedSearch(CodedBooks(book, book, lambda: book), SearchOptions(0.3)).run().plan
+
+
+def test_losses_of_layers_move_half_of_the_way_to_their_mean():
+    found = shrink([np.array([1.0, 0.0]), np.array([3.0, 8.0])])
+    np.testing.assert_allclose(found, [[1.5, 2.0], [2.5, 6.0]])
+    assert shrink([]).shape == (0, 2)
 
 
 def simulated_within(book: FakeBook, limit: float) -> list[Trial]:

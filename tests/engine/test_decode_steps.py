@@ -30,7 +30,7 @@ def test_few_sequences_have_programs_of_their_own(monkeypatch, rows, counts):
     given = {"rows": rows, "longest": 32, "page": 16, "cache_tokens": 32 * rows, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
     listed = []
-    monkeypatch.setattr(runner, "compile_all", lambda lowerings, _: listed.extend(lowerings) or {})
+    monkeypatch.setattr(runner, "compile_all", lambda lowerings: listed.extend(lowerings) or {})
     Runner(network, layout, chunk=32, steps=4)
     loops = [name for name in listed if name.startswith("decode loop") and name.endswith("greedy")]
     assert loops == [f"decode loop of {count} sequences, greedy" for count in counts]

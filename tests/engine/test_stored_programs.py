@@ -15,7 +15,6 @@ from zdc_jax.engine import runner, stored_programs
 from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.runner import Runner
-from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.engine.uncompiled import Program
 
 traces: list[str] = []
@@ -46,7 +45,7 @@ def test_a_later_engine_finds_all_programs(monkeypatch):
 
     def list_programs() -> dict[str, Program]:
         found: dict[str, Program] = {}
-        monkeypatch.setattr(runner, "compile_all", lambda programs, _: found.update(programs) or {})
+        monkeypatch.setattr(runner, "compile_all", lambda programs: found.update(programs) or {})
         Runner(network, Layout.of(network.layer_caches, **given), chunk=32, steps=2)
         return found
 
@@ -114,24 +113,3 @@ def test_programs_that_cannot_be_named_or_have_several_devices_are_not_stored():
     jax.config.update("jax_compilation_cache_dir", None)
     assert stored_programs.find_file(make()) is None
     np.testing.assert_array_equal(compile_all({"scale": make()})["scale"](jnp.ones(4))["result"], 2)
-
-
-def test_a_start_loads_ahead_what_the_last_one_of_its_description_used(monkeypatch):
-    compile_all({"scale": make()}, EarlierPrograms("a start"))
-    earlier, other = EarlierPrograms("a start"), EarlierPrograms("another start")
-    monkeypatch.setattr(stored_programs, "_load_file", None)  # A program that is not taken would fail.
-    compiled = compile_all({"scale": make()}, earlier)["scale"]
-    np.testing.assert_array_equal(compiled(jnp.arange(4.0))["result"], [0, 2, 4, 6])
-    assert len(traces) == 1
-    assert other.take(stored_programs.find_file(make()), make()) is None
-
-
-def test_a_program_loaded_ahead_is_not_taken_for_another():
-    compile_all({"scale": make()}, EarlierPrograms("a start"))
-    file = stored_programs.find_file(make())
-    assert EarlierPrograms("a start").take(file, make([jnp.arange(4.0)])) is None
-    file.write_bytes(file.read_bytes()[:100])
-    assert EarlierPrograms("a start").take(file, make()) is None
-    compile_all({"scale": make(factor=3)}, EarlierPrograms("a start"))  # The list is replaced.
-    compile_all({"scale": make()})
-    assert EarlierPrograms("a start").take(file, make()) is None

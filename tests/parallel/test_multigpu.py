@@ -53,7 +53,8 @@ def test_runahead_in_padded_pieces(near):
 
 @pytest.mark.multigpu
 def test_codes_on_kernels_are_those_of_one_device():
-    # The tokens that arrive are those that one device stores. Merged attention differs by rounding.
+    # The tokens that arrive are those that one device stores. Attention runs on other kernels. In bfloat16 it
+    # is 3.7e-3 from float32 on one device, so that two such results may differ by sqrt(2) times as much.
     codes = {"key_code": Split(32, FittedIntegers(6), FittedIntegers(3)), "value_code": FittedIntegers(4)}
     near = {"sinks": 4, "window": 128, "near_code": FittedIntegers(8)}
     spec = CodedStore(num_kv_heads=4, head_dim=128, dtype="bfloat16", R=128, Z=128, **near, **codes)
@@ -78,9 +79,10 @@ def test_codes_on_kernels_are_those_of_one_device():
     alone = jax.jit(lambda q, k, v: spec.attend(spec.create(1, T), q, NewKeys(k), v, *given))(q, k, v)
     for ours, theirs in zip(jax.tree.leaves(far), jax.tree.leaves(alone.state.far), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    off, whole = (np.asarray(x, np.float64) for x in (got - alone.o, alone.o))
+    found, whole = (np.asarray(x, np.float64) for x in (got, alone.o))
+    off = found - whole
     by_head = np.linalg.norm(off, axis=(1, 3)) / np.linalg.norm(whole, axis=(1, 3))
-    assert by_head.max() < 4e-3, "two rounding errors of bfloat16"
+    assert by_head.max() < 6e-3, "errors of two results in bfloat16"
 
 
 @pytest.mark.multigpu

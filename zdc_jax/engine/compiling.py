@@ -5,29 +5,27 @@ import logging
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import jax
 from jax.stages import Compiled, Lowered
 
 from zdc_jax.engine import stored_programs
-from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.engine.uncompiled import Program
 
 logger = logging.getLogger("zdc_jax.engine")
 
 
-def compile_all(programs: dict[str, Program], earlier: EarlierPrograms | None = None) -> dict[str, Compiled]:
+def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     """Compile programs and log each of them, since all together take up to minutes.
 
-    Programs that an earlier process stored are loaded, unless `earlier` has them. An interrupt waits for the
-    programs that are being compiled. Meanwhile SIGINT ends the process.
+    Programs that an earlier process stored are loaded. An interrupt waits for the programs that are being
+    compiled. Meanwhile SIGINT ends the process.
     """
     # XLA loads and compiles without Python's lock, so the next program is lowered meanwhile.
     threads = ThreadPoolExecutor()
     files = {name: stored_programs.find_file(program) for name, program in programs.items()}
-    compiled = _load_all(programs, files, threads, earlier)
+    compiled = _load_all(programs, files, threads)
     missing = {name: program for name, program in programs.items() if name not in compiled}
     counter = itertools.count(1)
 
@@ -53,22 +51,16 @@ def compile_all(programs: dict[str, Program], earlier: EarlierPrograms | None = 
         raise
     finally:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
-    if earlier is not None:
-        earlier.replace(files.values())
     stored_programs.trim()
     return compiled
 
 
 def _load_all(
-    programs: dict[str, Program],
-    files: dict[str, Path | None],
-    threads: ThreadPoolExecutor,
-    earlier: EarlierPrograms | None,
+    programs: dict[str, Program], files: dict[str, Path | None], threads: ThreadPoolExecutor
 ) -> dict[str, Compiled]:
     """Load the programs that are stored, and log how many."""
     began = time.monotonic()
-    load = partial(stored_programs.load, earlier=earlier)
-    loaded = threads.map(load, files.values(), programs.values())
+    loaded = threads.map(stored_programs.load, files.values(), programs.values())
     found = {name: program for name, program in zip(programs, loaded, strict=True) if program}
     if found:
         seconds = time.monotonic() - began

@@ -18,7 +18,6 @@ from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Ev
 from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
-from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
@@ -157,7 +156,6 @@ class Engine:
     Args:
       model: model to serve.
       config: configuration; default `EngineConfig()`.
-      earlier: programs that an earlier start used; default none, and each is loaded when it is looked up.
 
     Raises:
       PlanError: the engine cannot serve the model's plan, or `cache_tokens` is set for a plan without pages.
@@ -165,13 +163,7 @@ class Engine:
       CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        config: EngineConfig | None = None,
-        *,
-        earlier: EarlierPrograms | None = None,
-    ):
+    def __init__(self, model: LanguageModel, config: EngineConfig | None = None):
         network = servable(model.network)
         self.model, self.config = model, config or EngineConfig()
         self._chunk = self.config.chunk or choose_step_tokens(model.config)
@@ -187,8 +179,7 @@ class Engine:
             reuse=self.config.reuse,
         )
         report_start(network, layout, self.max_model_len)
-        steps = self.config.decode_steps
-        self._runner = Runner(network, layout, chunk=self._chunk, steps=steps, earlier=earlier)
+        self._runner = Runner(network, layout, chunk=self._chunk, steps=self.config.decode_steps)
         self._scheduler = self._new_scheduler()
         self._jobs: dict[Work, Job] = {}
         self._inbox: list[Job] = []

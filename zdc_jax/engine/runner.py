@@ -41,7 +41,6 @@ from zdc_jax.engine.programs import (
     run_step,
 )
 from zdc_jax.engine.scheduler import Grouping
-from zdc_jax.engine.stored_programs import EarlierPrograms
 from zdc_jax.engine.uncompiled import Program
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.chunks import bucket, list_widths
@@ -105,7 +104,6 @@ class Runner:
       chunk: most tokens of a chunk.
       steps: decode steps of one program; default `STEPS` on GPUs and on a mesh, `LARGE_STEPS` for large
         weights on a GPU, and 1 elsewhere.
-      earlier: programs of an earlier start.
 
     Attributes:
       layout: layout of the cache.
@@ -121,15 +119,7 @@ class Runner:
       CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
-    def __init__(
-        self,
-        network: Transformer,
-        layout: Layout,
-        *,
-        chunk: int,
-        steps: int | None = None,
-        earlier: EarlierPrograms | None = None,
-    ):
+    def __init__(self, network: Transformer, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = network.on_all_devices
@@ -153,7 +143,7 @@ class Runner:
         self._tails: list[Array]
         self._shaping: Shaping
         self.reset()
-        self._programs = compile_all(dict(self._list_programs()), earlier)
+        self._programs = compile_all(dict(self._list_programs()))
         self._check_memory()
 
     def reset(self) -> None:

@@ -156,11 +156,9 @@ class GrammarCompiler:
         except ImportError as error:
             raise PromptError("grammars need the package llguidance: pip install 'zdc-jax[serve]'") from error
         # A token of its own ends a text for llguidance; guides replace it by the stop tokens of a request.
-        extended = Tokenizer.from_str(tokenizer.to_str())
-        extended.add_special_tokens([END])
-        self.end = int(extended.token_to_id(END) or 0)
+        self.end = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab = max(vocab, self.end + 1)
-        arguments = _write_tokenizer(extended), self.vocab, self.end
+        arguments = _write_tokenizer(tokenizer, self.end), self.vocab, self.end
         # First here, since the process would fail for the same reason without a message.
         self._tokenizer = grammar_process.new_tokenizer(*arguments)
         self._library = grammar_process
@@ -219,11 +217,11 @@ class GrammarCompiler:
                 time.sleep(0.02)
 
 
-def _write_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return `tokenizer.json` with added tokens that are text, such as `<b>`, among the other tokens.
+def _write_tokenizer(tokenizer: Tokenizer, end: int) -> str:
+    """Return `tokenizer.json` with the token `END`, and with added tokens that are text among the others.
 
-    llguidance takes added tokens in angle brackets for special ones, and then fails where a grammar has their
-    text.
+    llguidance takes added tokens in angle brackets, such as `<b>`, for special ones, and then fails where a
+    grammar has their text.
     """
     content = json.loads(tokenizer.to_str())
     vocab, kept = content["model"].get("vocab"), []
@@ -235,7 +233,8 @@ def _write_tokenizer(tokenizer: Tokenizer) -> str:
             vocab[text] = token["id"]
         else:
             kept.append(token)
-    content["added_tokens"] = kept
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [*kept, {"id": end, "content": END, "special": True, **flags}]
     return json.dumps(content)
 
 
