@@ -5,6 +5,7 @@ a program of many layers, and an engine has some forty. Here the name of a file 
 program depends on: sources, versions and settings of JAX, the device, the function, and its arguments.
 """
 
+import copyreg
 import hashlib
 import io
 import os
@@ -85,16 +86,13 @@ def trim() -> None:
         stored.trim(folder, MOST_BYTES)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickler that writes devices as numbers."""
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return obj.id if isinstance(obj, jax.Device) else None
-
-
 def _dump(value: Any) -> bytes:
+    """Pickle a value, with devices as numbers."""
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    pickler = pickle.Pickler(file)
+    # A `persistent_id` would be called for each of a hundred thousand objects.
+    pickler.dispatch_table = copyreg.dispatch_table | {jax.Device: lambda device: (int, (device.id,))}
+    pickler.dump(value)
     return file.getvalue()
 
 
