@@ -46,27 +46,6 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     return [(name, float(ms)) for name, ms in timings]
 
 
-def costs_in_turns(
-    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
-) -> dict[str, dict[str, Any]]:
-    """Return times and memory of each function on its arguments.
-
-    Each result has `ms` as in `device_ms` (none without a GPU), `peak_bytes` (arguments, results and scratch
-    memory together) and `scratch_bytes`.
-    """
-    programs = {name: (jax.jit(f).lower(*args).compile(), args) for name, (f, args) in calls.items()}
-    costs: dict[str, dict[str, Any]] = {}
-    for name, (program, _) in programs.items():
-        memory = program.memory_analysis()
-        scratch = memory.temp_size_in_bytes
-        whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + scratch
-        costs[name] = {"ms": [], "peak_bytes": whole, "scratch_bytes": scratch}
-    if jax.default_backend() == "gpu":
-        for name, times in in_turns(programs, rounds=rounds, iterations=iterations).items():
-            costs[name]["ms"] = times
-    return costs
-
-
 def in_turns[Name](
     programs: dict[Name, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
 ) -> dict[Name, list[float]]:
