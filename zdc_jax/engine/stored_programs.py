@@ -87,7 +87,7 @@ def trim() -> None:
 
 
 def _dump(value: Any) -> bytes:
-    """Pickle a value, with devices as numbers."""
+    """Return a pickled value, with devices as numbers."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
     # A `persistent_id` would be called for each of a hundred thousand objects.
