@@ -40,7 +40,10 @@ def _run(arguments: list[str]) -> int:
         arguments = arguments[1:]
     elif arguments and not arguments[0].startswith("-"):  # Help compiles nothing.
         keep_programs()
-    return main(arguments)
+    try:
+        return main(arguments)
+    finally:
+        gc.enable()  # A command enables it, too. Help and errors end before that.
 
 
 if __name__ == "__main__":

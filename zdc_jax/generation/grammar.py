@@ -156,7 +156,8 @@ class GrammarCompiler:
         except ImportError as error:
             raise PromptError("grammars need the package llguidance: pip install 'zdc-jax[serve]'") from error
         # A token of its own ends a text for llguidance; guides replace it by the stop tokens of a request.
-        self.end = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = tokenizer.get_added_tokens_decoder()  # Its ids follow the rule of the package tokenizers.
+        self.end = max([tokenizer.get_vocab_size(with_added_tokens=False), *(id + 1 for id in added)])
         self.vocab = max(vocab, self.end + 1)
         arguments = _write_tokenizer(tokenizer, self.end), self.vocab, self.end
         # First here, since the process would fail for the same reason without a message.
