@@ -180,8 +180,14 @@ def load(
     def read_layer(index: int) -> dict[str, Any]:
         return send(prepared_layer(index, checkpoint.layer(index), config, plan, basis, target, payload))
 
-    # A mesh takes arrays of the host, of which each device receives its share.
-    send: Callable[[Any], Any] = jax.device_put if devices is None else lambda tree: tree
+    device = jax.config.jax_default_device  # Each thread has its own setting.
+
+    def send(tree: dict[str, Any]) -> dict[str, Any]:
+        if devices is not None:  # A mesh takes arrays of the host, of which each device receives its share.
+            return tree
+        with jax.default_device(device):
+            return jax.device_put(tree)
+
     reads: list[Callable[[], dict[str, Any]]] = [
         read_embeddings,
         *(partial(read_layer, index) for index in range(config.num_layers)),

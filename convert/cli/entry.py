@@ -33,14 +33,14 @@ def _run(arguments: list[str]) -> int:
         print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
         return 2
     gc.disable()  # Imports make many objects that stay. To search them for garbage takes a fifth of the time.
-    from convert.cli.main import main
-    from convert.cli.programs import FLAG, keep_programs
-
-    if arguments[:1] == [FLAG]:
-        arguments = arguments[1:]
-    elif arguments and not arguments[0].startswith("-"):  # Help compiles nothing.
-        keep_programs()
     try:
+        from convert.cli.main import main
+        from convert.cli.programs import FLAG, keep_programs
+
+        if arguments[:1] == [FLAG]:
+            arguments = arguments[1:]
+        elif arguments and not arguments[0].startswith("-"):  # Help compiles nothing.
+            keep_programs()
         return main(arguments)
     finally:
         gc.enable()  # A command enables it, too. Help and errors end before that.

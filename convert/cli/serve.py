@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -22,10 +21,12 @@ from convert.cli.flags import (
     show_default,
 )
 from convert.cli.http_flags import HttpFlags
+from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import warm_up
 from zdc_jax.loading import TextSide, load
+from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.server.http_settings import HttpSettings
 
@@ -104,11 +105,14 @@ class Serve:
         http: HttpSettings,
         keys: Sequence[str],
     ) -> None:
-        _begin(_start_device)
-        _begin(import_module, "zdc_jax.server.run")  # It takes a second.
-        side = TextSide.load(self.path, self.max_positions)
-        config.served_length(side.config.max_positions)
+        # What costs nothing is checked before the GPU reserves memory.
         http.check_files_and_address()
+        mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
+        config.served_length(self.max_positions or Checkpoint.open(self.path).config.max_positions)
+        _begin(_start_device)
+        from zdc_jax.server.run import serve
+
+        side = TextSide.load(self.path, self.max_positions)
         _begin(warm_up, side)
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
         model = load(
@@ -116,11 +120,9 @@ class Serve:
             plan,
             dtype=self.dtype,
             max_positions=self.max_positions,
-            mesh=self.mesh,
+            mesh=mesh,
             reproducible=self.reproducible,
         )
-        from zdc_jax.server.run import serve
-
         with Engine(model, config) as engine:
             serve(
                 engine,

@@ -199,3 +199,12 @@ def test_a_tokenizer_without_decoder_is_refused_by_name():
     with pytest.raises(PromptError, match="choice: grammars cannot use this model's tokenizer: "):
         compile_grammar(model, Grammar.choice(["a"]))
     warm_up(model)  # A server without grammars starts all the same.
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_tokenizer_may_have_the_text_of_the_end(special):
+    tokenizer = ascii_tokenizer()
+    add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+    add([grammar.END])
+    model = SimpleNamespace(tokenizer=tokenizer, config=CONFIG)
+    assert compile_grammar(model, GRAMMARS["regex"]) is not None

@@ -159,7 +159,10 @@ class GrammarCompiler:
         added = tokenizer.get_added_tokens_decoder()  # Its ids follow the rule of the package tokenizers.
         self.end = max([tokenizer.get_vocab_size(with_added_tokens=False), *(id + 1 for id in added)])
         self.vocab = max(vocab, self.end + 1)
-        arguments = _write_tokenizer(tokenizer, self.end), self.vocab, self.end
+        name = END
+        while tokenizer.token_to_id(name) is not None:
+            name += END
+        arguments = _write_tokenizer(tokenizer, name, self.end), self.vocab, self.end
         # First here, since the process would fail for the same reason without a message.
         self._tokenizer = grammar_process.new_tokenizer(*arguments)
         self._library = grammar_process
@@ -218,8 +221,8 @@ class GrammarCompiler:
                 time.sleep(0.02)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, end: int) -> str:
-    """Return `tokenizer.json` with the token `END`, and with added tokens that are text among the others.
+def _write_tokenizer(tokenizer: Tokenizer, name: str, end: int) -> str:
+    """Return `tokenizer.json` with the special token `end`, and added tokens that are text among the others.
 
     llguidance takes added tokens in angle brackets, such as `<b>`, for special ones, and then fails where a
     grammar has their text.
@@ -235,7 +238,7 @@ def _write_tokenizer(tokenizer: Tokenizer, end: int) -> str:
         else:
             kept.append(token)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"] = [*kept, {"id": end, "content": END, "special": True, **flags}]
+    content["added_tokens"] = [*kept, {"id": end, "content": name, "special": True, **flags}]
     return json.dumps(content)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel, calibrated_folder
@@ -24,7 +25,12 @@ def folder(tmp_path_factory):
 def test_each_device_holds_its_share(folder, monkeypatch):
     """Check that host arrays never pass through the default device, and that perplexity is equal."""
     whole = load(folder)
-    monkeypatch.setattr("jax.numpy.asarray", lambda x: pytest.fail("an array on the default device"))
+    put = jax.device_put
+
+    def put_elsewhere(x, *where):
+        return put(x, *where) if where else pytest.fail("an array on the default device")
+
+    monkeypatch.setattr("jax.device_put", put_elsewhere)
     on_mesh = load(folder, mesh=MeshConfig(data=2, sequence=2, model=2)).network
     monkeypatch.undo()
     layer = whole.network.layers[0]
@@ -39,6 +45,15 @@ def test_each_device_holds_its_share(folder, monkeypatch):
     windows = np.random.default_rng(0).integers(3, 90, (2, 61), dtype=np.int32)
     expected = window_nll(whole.network, windows, batch=2)
     np.testing.assert_allclose(window_nll(on_mesh, windows, batch=2), expected, rtol=1e-5)
+
+
+def test_weights_are_on_the_default_device_of_the_caller(folder):
+    device = jax.devices()[3]
+    with jax.default_device(device):
+        network = load(folder).network
+    leaves = jax.tree.leaves(network)
+    assert {each for leaf in leaves for each in leaf.devices()} == {device}
+    assert not any(leaf.committed for leaf in leaves)
 
 
 def test_refusals(folder):
