@@ -8,7 +8,9 @@ does not help: it needs the lowered program to find the compiled one.
 import functools
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,8 @@ import jax.numpy as jnp
 from jax import export
 from jax.tree_util import PyTreeDef
 
-from kernels_pallas import stored
+from kernels_pallas import lowering_processes, stored
+from kernels_pallas.lowering_processes import Request
 
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
@@ -61,11 +64,11 @@ def lower_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R
             leaves, tree = jax.tree.flatten(given)
             leaves = list(map(jnp.asarray, leaves))
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-            lowered = _lower(jitted, tree, shapes, options)
+            lowered = _lower_once(jitted, tree, shapes, options)
             found = lowered.exported.call(*leaves)
             return jax.tree.map(found.__getitem__, lowered.results)
 
-        run.clear_cache = jitted.clear_cache  # type: ignore[attr-defined]
+        run.jitted = jitted  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -76,17 +79,70 @@ def takes_copies() -> bool:
     return jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty
 
 
-@functools.cache
-def _lower(
+def forget() -> None:
+    """Forget all launches that this process lowered or loaded."""
+    _lowered.clear()
+
+
+def _lower_once(jitted: Callable[..., Any], *arguments: Any) -> Lowered:
+    """Return a launch that is lowered for some arguments. One thread makes it, others wait."""
+    with _lock:
+        key = jitted, *arguments
+        is_first = key not in _lowered
+        future = _lowered.setdefault(key, Future())
+    if is_first:
+        try:
+            future.set_result(_find(jitted, *arguments))
+        except BaseException as error:
+            _lowered.pop(key, None)
+            future.set_exception(error)
+    return future.result()
+
+
+_lowered: dict[Any, Future[Lowered]] = {}
+_lock = threading.Lock()
+
+
+def _find(jitted: Callable[..., Any], *arguments: Any) -> Lowered:
+    """Load a launch, or lower and store it."""
+    described = " ".join(map(str, arguments))
+    file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {described}")
+    if file is not None and (found := _deserialize(stored.load(file))):
+        return found
+    lowered = _ask(jitted, *arguments) or lower(jitted, *arguments, platform=PLATFORM)
+    if file is not None:
+        with suppress(ImportError):  # JAX serializes with the package `flatbuffers`.
+            stored.store(file, serialize(lowered))
+    return lowered
+
+
+def _ask(jitted: Callable[..., Any], *arguments: Any) -> Lowered | None:
+    """Let another process lower a launch; return None if there is none, or if it cannot do that."""
+    if lowering_processes.current is None:
+        return None
+    device = jax.local_devices()[0]
+    for_device = device.device_kind, getattr(device, "core_count", 1), PLATFORM
+    request = Request(*for_device, jitted.__module__, jitted.__qualname__, arguments)
+    return _deserialize(lowering_processes.current.ask(request))
+
+
+def lower(
     jitted: Callable[..., Any],
     tree: PyTreeDef,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     options: tuple[tuple[str, Any], ...],
+    *,
+    platform: str,
 ) -> Lowered:
-    """Load a launch for arrays of these shapes, which `tree` arranges, or lower and store it."""
-    file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {tree} {shapes} {options}")
-    if file is not None and (found := _load(file)):
-        return found
+    """Lower a launch.
+
+    Args:
+      jitted: the launch as a function that `jax.jit` returned.
+      tree: how arrays are arranged in its keyword arguments.
+      shapes: shapes and dtypes of these arrays.
+      options: names and values of its static arguments.
+      platform: JAX's platform to lower for.
+    """
     results = []
 
     def call(*leaves: Any) -> list[Any]:
@@ -95,11 +151,28 @@ def _lower(
         return found
 
     unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
-    exported = export.export(jax.jit(call), platforms=[PLATFORM], disabled_checks=unchecked)(*shapes)
-    lowered = Lowered(exported, results[0])
-    if file is not None:
-        _store(file, lowered)
-    return lowered
+    exported = export.export(jax.jit(call), platforms=[platform], disabled_checks=unchecked)(*shapes)
+    return Lowered(exported, results[0])
+
+
+def serialize(lowered: Lowered) -> tuple[bytes, Any]:
+    """Return a launch as values that can be pickled.
+
+    Raises:
+      ImportError: the package `flatbuffers` is missing.
+    """
+    return bytes(lowered.exported.serialize()), lowered.results
+
+
+def _deserialize(value: Any | None) -> Lowered | None:
+    """Return what was serialized; None if there is none, or none that can be read."""
+    if value is None:
+        return None
+    try:
+        serialized, results = value
+        return Lowered(export.deserialize(bytearray(serialized)), results)
+    except Exception:  # A damaged file may raise anything, and is written again.
+        return None
 
 
 def _find_file(name: str) -> Path | None:
@@ -110,20 +183,3 @@ def _find_file(name: str) -> Path | None:
     folder = stored.find_folder(FOLDER, Path(__file__).parent)
     key = f"{jax.devices()[0].device_kind} {name}"
     return folder and folder / hashlib.sha256(key.encode()).hexdigest()
-
-
-def _load(file: Path) -> Lowered | None:
-    """Return a stored launch; None if there is none, or none that can be read."""
-    if (value := stored.load(file)) is None:
-        return None
-    try:
-        serialized, results = value
-        return Lowered(export.deserialize(bytearray(serialized)), results)
-    except Exception:  # A damaged file may raise anything, and is written again.
-        return None
-
-
-def _store(file: Path, lowered: Lowered) -> None:
-    """Store a launch; without the package `flatbuffers`, which JAX needs for this, nothing is stored."""
-    with suppress(ImportError):
-        stored.store(file, (bytes(lowered.exported.serialize()), lowered.results))

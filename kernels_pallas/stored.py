@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ def _hash_sources(folders: tuple[Path, ...]) -> str:
     return found.hexdigest()
 
 
+_lock = threading.Lock()
+"""Held by a thread that creates folders, so that it deletes nothing which others have just stored."""
+
+
 def load(file: Path) -> Any | None:
     """Return a stored value; None if there is none, or none that can be read."""
     try:
@@ -57,9 +62,10 @@ def store(file: Path, value: Any) -> None:
     """Store a value as a whole file, and delete those of other versions. Nothing is stored on a full disk."""
     partial = file.with_name(f".{uuid4().hex}")
     try:
-        if not file.parent.exists():
-            shutil.rmtree(file.parent.parent, ignore_errors=True)
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _lock:
+            if not file.parent.exists():
+                shutil.rmtree(file.parent.parent, ignore_errors=True)
+                file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial.write_bytes(pickle.dumps(value))
         partial.replace(file)
     except OSError:

@@ -9,6 +9,9 @@ import jax
 
 FOLDER = Path(__file__).parent / "tuned"
 
+lowered_for: str | None = None
+"""Kind of GPU that kernels are lowered for, in a process that has none."""
+
 
 def file_of(device_kind: str) -> Path:
     """Return the path of a device's table, whether it exists or not."""
@@ -28,7 +31,6 @@ def has_table(device_kind: str) -> bool:
 
 def measured(kernel: str, **widths: int) -> dict[str, Any] | None:
     """Return the fastest measured config of a kernel at these widths on this device, or None."""
-    if jax.default_backend() != "gpu":
-        return None
-    entries = _table(jax.local_devices()[0].device_kind).get(kernel, [])
+    kind = lowered_for or (jax.local_devices()[0].device_kind if jax.default_backend() == "gpu" else None)
+    entries = _table(kind).get(kernel, []) if kind else []
     return next((entry["config"] for entry in entries if entry["widths"] == widths), None)

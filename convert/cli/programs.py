@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 FLAG = "--no-program-cache"
@@ -42,6 +43,8 @@ def keep_programs() -> None:
         return
     if is_new:
         print(f"compiled programs are kept in {folder}; zdc {FLAG} COMMAND keeps none", file=sys.stderr)
+    # Threads that store many programs wait for each other, and then leave one out.
+    warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry.*Timeout")
     import jax  # Help imports this module, and JAX takes a second.
 
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -2,8 +2,10 @@
 
 import logging
 import signal
+import threading
 from typing import Any, cast
 
+import jax
 import pytest
 
 from zdc_jax.engine import stored_programs
@@ -59,3 +61,39 @@ def test_a_second_interrupt_ends_the_process_while_programs_compile(caplog, monk
         compile_all(prepare(Interrupted("a"), Named("b")))
     assert calls == [(signal.SIGINT, signal.SIG_DFL), (signal.SIGINT, "before")]
     assert any(message.endswith("end first; Ctrl-C ends at once") for message in caplog.messages)
+
+
+def test_threads_keep_the_settings_of_their_caller():
+    seen = []
+
+    class Asking(Named):
+        """Program that looks up settings where it is lowered."""
+
+        def lower(self) -> Named:
+            seen.append((jax.config.jax_default_matmul_precision, jax.config.jax_default_device))
+            return self
+
+    (device,) = jax.local_devices()[:1]
+    with jax.default_matmul_precision("highest"), jax.default_device(device):
+        compile_all(prepare(Asking("a")))
+    assert seen == [("highest", device)]
+
+
+def test_an_interrupt_leaves_out_what_is_not_lowered(monkeypatch):
+    compiled, lowers = [], threading.Event()
+
+    class Slow(Named):
+        """Program that is being lowered when the user presses Ctrl-C."""
+
+        def lower(self) -> Named:
+            lowers.wait(60)
+            return self
+
+        def compile(self) -> str:
+            compiled.append(self.name)
+            return self.name
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: lowers.set())
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(prepare(Interrupted("a"), Slow("b")))
+    assert not compiled

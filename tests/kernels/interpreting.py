@@ -52,7 +52,7 @@ def interpreted_warpgroups(module: Any, launch: str, **plain: Callable[..., Any]
 
 @contextmanager
 def _patched(module: Any, launch: str, plain: dict[str, Callable[..., Any]]) -> Iterator[pytest.MonkeyPatch]:
-    clear = getattr(module, launch).clear_cache
+    clear = getattr(module, launch).jitted.clear_cache
     with pytest.MonkeyPatch.context() as patch:
         for name, function in plain.items():
             patch.setattr(module, name, function)

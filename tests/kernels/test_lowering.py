@@ -1,14 +1,20 @@
 """Launches that are lowered once for several programs, and loaded by later processes."""
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import lowering
+from kernels_pallas import lowering, lowering_processes
 from kernels_pallas.lowering import lower_once
+from kernels_pallas.lowering_processes import Processes, lower_in_processes
+from kernels_pallas.rope.post_rope import post_rope
 
 
 class Pair(NamedTuple):
@@ -34,8 +40,8 @@ found: list[tuple[int, ...]] = []
 
 def forget() -> None:
     """Forget what this process lowered and traced, as a new process has."""
-    lowering._lower.cache_clear()
-    launch.clear_cache()
+    lowering.forget()
+    launch.jitted.clear_cache()
 
 
 @lower_once("factor", "interpret")
@@ -67,7 +73,7 @@ def test_programs_with_equal_shapes_share_one_lowering(traces):
 def test_the_interpreter_takes_no_copies(traces):
     x = jnp.arange(6.0)
     launch(x, [x], interpret=True)
-    assert lowering._lower.cache_info().currsize == 0
+    assert not lowering._lowered
 
 
 def test_a_cpu_takes_no_copies_and_neither_does_a_mesh(monkeypatch):
@@ -110,3 +116,76 @@ def test_files_of_launches(tmp_path):
     assert one.parent == other.parent
     assert one != other
     assert one.is_relative_to(tmp_path / lowering.FOLDER)
+
+
+@contextmanager
+def counted_requests(monkeypatch) -> Iterator[list[Any]]:
+    """Lower launches in one process; yield its replies."""
+    replies, ask = [], Processes.ask
+
+    def record(processes, request):
+        replies.append(ask(processes, request))
+        return replies[-1]
+
+    monkeypatch.setattr(Processes, "ask", record)
+    with lower_in_processes(1):
+        yield replies
+
+
+def test_another_process_lowers_launches(traces, monkeypatch):
+    x = jnp.arange(6.0)
+    with counted_requests(monkeypatch) as replies, ThreadPoolExecutor(3) as threads:
+        pairs = list(threads.map(lambda factor: launch(x, [x], factor=factor), (2, 3, 3)))
+    assert len(replies) == 2  # Threads share what is equal.
+    assert None not in replies
+    assert not traces  # Not of this process.
+    for pair, factor in zip(pairs, (2, 3, 3), strict=True):
+        np.testing.assert_array_equal(pair.total, plain(x, [x], factor=factor))
+        assert isinstance(pair, Pair)
+
+
+def test_this_process_lowers_what_others_cannot(traces, monkeypatch):
+    x = jnp.arange(6.0)
+    with counted_requests(monkeypatch) as replies:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch.jitted, "__qualname__", "no_such_launch", raising=False)
+            np.testing.assert_array_equal(launch(x, [x]).total, plain(x, [x]))
+        (process,) = lowering_processes.current._started
+        process.kill()
+        process.wait()
+        for factor in (3, 4):  # The second launch finds a new process.
+            np.testing.assert_array_equal(launch(x, [x], factor=factor).total, plain(x, [x], factor=factor))
+        started = lowering_processes.current._started
+    assert [reply is None for reply in replies] == [True, True, False]
+    assert traces == [(6,), (6,)]
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+def test_a_launch_that_fails_is_tried_again(traces):
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        launch(jnp.zeros(6), [jnp.zeros(5)])
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        launch(jnp.zeros(6), [jnp.zeros(5)])
+    assert traces == [(6,), (6,)]
+
+
+@pytest.mark.gpu
+def test_another_process_lowers_for_this_gpu(monkeypatch):
+    # Kernels are compared without the lines of the sources that they come from.
+    q, k = jnp.ones((1, 64, 4, 64), jnp.bfloat16), jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    angles, rotation = jnp.ones((1, 64, 32)), jnp.ones((2, 64, 64), jnp.bfloat16)
+
+    def rotate():
+        lowering.forget()
+        found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
+        (future,) = lowering._lowered.values()
+        text = future.result().exported.mlir_module()
+        return found, re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)
+
+    here, text = rotate()
+    with counted_requests(monkeypatch) as replies:
+        there, text_there = rotate()
+    assert None not in replies
+    assert text == text_there
+    np.testing.assert_array_equal(here[0], there[0])

@@ -2,14 +2,17 @@
 
 import itertools
 import logging
+import os
 import signal
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 
+from kernels_pallas.lowering_processes import lower_in_processes
 from zdc_jax.engine import stored_programs
 from zdc_jax.engine.uncompiled import Program
 
@@ -22,14 +25,20 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     Programs that an earlier process stored are loaded. An interrupt waits for the programs that are being
     compiled. Meanwhile SIGINT ends the process.
     """
-    # XLA loads and compiles without Python's lock, so the next program is lowered meanwhile.
     threads = ThreadPoolExecutor()
     files = {name: stored_programs.find_file(program) for name, program in programs.items()}
     compiled = _load_all(programs, files, threads)
     missing = {name: program for name, program in programs.items() if name not in compiled}
-    counter = itertools.count(1)
+    counter, interrupted = itertools.count(1), threading.Event()
 
-    def compile_one(name: str, lowered: Lowered) -> Compiled:
+    # Each thread has its own settings.
+    device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
+
+    def compile_one(name: str) -> Compiled:
+        with jax.default_device(device), jax.default_matmul_precision(precision):
+            lowered = missing[name].lower()
+        if interrupted.is_set():
+            raise CancelledError
         began = time.monotonic()
         program = lowered.compile()
         seconds = time.monotonic() - began
@@ -41,9 +50,11 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     if missing:
         logger.info("compiling %d programs%s", len(missing), slow)
     try:
-        futures = {name: threads.submit(compile_one, name, one.lower()) for name, one in missing.items()}
-        compiled |= {name: future.result() for name, future in futures.items()}
+        with lower_in_processes(_count_processes() if missing else 0):
+            futures = {name: threads.submit(compile_one, name) for name in missing}
+            compiled |= {name: future.result() for name, future in futures.items()}
     except KeyboardInterrupt:
+        interrupted.set()
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         threads.shutdown(cancel_futures=True)
@@ -53,6 +64,11 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
     stored_programs.trim()
     return compiled
+
+
+def _count_processes() -> int:
+    """Return how many processes lower kernels while threads compile programs."""
+    return min(8, (os.cpu_count() or 1) // 2) if jax.default_backend() == "gpu" else 0
 
 
 def _load_all(
