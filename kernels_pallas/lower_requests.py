@@ -19,7 +19,7 @@ from kernels_pallas.lowering_processes import Request
 
 
 def main() -> None:
-    """Reply to requests until standard input ends."""
+    """Write a reply to each request until standard input ends."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # What is printed must not mix with replies.
     with suppress(EOFError, KeyboardInterrupt):

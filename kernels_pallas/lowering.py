@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.tree_util import PyTreeDef
 
-from kernels_pallas import lowering_processes, stored
-from kernels_pallas.lowering_processes import Request
+from kernels_pallas import stored
+from kernels_pallas.lowering_processes import Request, processes
 
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
@@ -40,6 +42,53 @@ class Lowered(NamedTuple):
 
     exported: export.Exported
     results: Any
+
+
+type Shapes = tuple[jax.ShapeDtypeStruct, ...]
+type Options = tuple[tuple[str, Any], ...]
+
+
+class Launch:
+    """A launch for some shapes and static arguments, which programs contain before it is lowered.
+
+    Args:
+      jitted: the launch as a function that `jax.jit` returned.
+      tree: how arrays are arranged in its keyword arguments.
+      shapes: shapes and dtypes of these arrays.
+      options: names and values of its static arguments.
+
+    Attributes:
+      avals: shapes and dtypes of the arrays that it returns.
+      results: as in `Lowered`.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], tree: PyTreeDef, shapes: Shapes, options: Options):
+        self._jitted, self._arguments, self._lock = jitted, (tree, shapes, options), threading.Lock()
+        self._file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {tree} {shapes} {options}")
+        self._lowered = _deserialize(stored.load(self._file)) if self._file else None
+        self._reply: Future[Any] | None = None
+        if self._lowered:
+            self.avals, self.results = self._lowered.exported.out_avals, self._lowered.results
+        else:
+            call, results = _flatten(jitted, tree, options)
+            found = jax.eval_shape(call, *shapes)
+            self.avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in found)
+            self.results = results[0]
+            self._reply = _submit(jitted, self._arguments)
+
+    @property
+    def lowered(self) -> Lowered:
+        """The lowered launch. If no other process could lower it, this one does."""
+        with self._lock:
+            if self._lowered is None:
+                reply = self._reply and self._reply.result()
+                self._lowered = _deserialize(reply) or lower(
+                    self._jitted, *self._arguments, platform=PLATFORM
+                )
+                if self._file is not None:
+                    with suppress(ImportError):  # JAX serializes with the package `flatbuffers`.
+                        stored.store(self._file, serialize(self._lowered))
+            return self._lowered
 
 
 def lower_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -64,9 +113,9 @@ def lower_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R
             leaves, tree = jax.tree.flatten(given)
             leaves = list(map(jnp.asarray, leaves))
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-            lowered = _lower_once(jitted, tree, shapes, options)
-            found = lowered.exported.call(*leaves)
-            return jax.tree.map(found.__getitem__, lowered.results)
+            made = _make(jitted, tree, shapes, options)
+            found = launch_p.bind(*leaves, launch=made)
+            return jax.tree.map(found.__getitem__, made.results)
 
         run.jitted = jitted  # type: ignore[attr-defined]
         return run
@@ -81,78 +130,74 @@ def takes_copies() -> bool:
 
 def forget() -> None:
     """Forget all launches that this process lowered or loaded."""
-    _lowered.clear()
+    _launches.clear()
 
 
-def _lower_once(jitted: Callable[..., Any], *arguments: Any) -> Lowered:
-    """Return a launch that is lowered for some arguments. One thread makes it, others wait."""
+def _make(jitted: Callable[..., Any], tree: PyTreeDef, shapes: Shapes, options: Options) -> Launch:
+    """Return the only `Launch` for some arguments."""
+    key = jitted, tree, shapes, options
     with _lock:
-        key = jitted, *arguments
-        is_first = key not in _lowered
-        future = _lowered.setdefault(key, Future())
-    if is_first:
-        try:
-            future.set_result(_find(jitted, *arguments))
-        except BaseException as error:
-            _lowered.pop(key, None)
-            future.set_exception(error)
-    return future.result()
+        if key not in _launches:
+            _launches[key] = Launch(*key)
+        return _launches[key]
 
 
-_lowered: dict[Any, Future[Lowered]] = {}
-_lock = threading.Lock()
+_launches: dict[Any, Launch] = {}
+_lock = threading.RLock()
+"""Held by a thread that makes a launch. A launch may contain others."""
 
 
-def _find(jitted: Callable[..., Any], *arguments: Any) -> Lowered:
-    """Load a launch, or lower and store it."""
-    described = " ".join(map(str, arguments))
-    file = _find_file(f"{jitted.__module__}.{jitted.__qualname__} {described}")
-    if file is not None and (found := _deserialize(stored.load(file))):
-        return found
-    lowered = _ask(jitted, *arguments) or lower(jitted, *arguments, platform=PLATFORM)
-    if file is not None:
-        with suppress(ImportError):  # JAX serializes with the package `flatbuffers`.
-            stored.store(file, serialize(lowered))
-    return lowered
+def _call(*leaves: Any, launch: Launch) -> Any:
+    """Call a lowered launch."""
+    return launch.lowered.exported.call(*leaves)
 
 
-def _ask(jitted: Callable[..., Any], *arguments: Any) -> Lowered | None:
-    """Let another process lower a launch; return None if there is none, or if it cannot do that."""
-    if lowering_processes.current is None:
+launch_p = Primitive("zdc_launch")
+"""A launch in a program. JAX traces programs without waiting until their launches are lowered."""
+launch_p.multiple_results = True
+launch_p.def_abstract_eval(lambda *leaves, launch: launch.avals)
+launch_p.def_impl(_call)
+mlir.register_lowering(launch_p, mlir.lower_fun(_call, multiple_results=True))
+
+
+def _submit(jitted: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any] | None:
+    """Let another process lower a launch; return None if there is none."""
+    if not processes.most:
         return None
     device = jax.local_devices()[0]
-    for_device = device.device_kind, getattr(device, "core_count", 1), PLATFORM
-    request = Request(*for_device, jitted.__module__, jitted.__qualname__, arguments)
-    return _deserialize(lowering_processes.current.ask(request))
+    request = Request(
+        device_kind=device.device_kind,
+        cores=getattr(device, "core_count", 1),
+        platform=PLATFORM,
+        module=jitted.__module__,
+        name=jitted.__qualname__,
+        arguments=arguments,
+    )
+    return processes.submit(request)
 
 
 def lower(
-    jitted: Callable[..., Any],
-    tree: PyTreeDef,
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
-    options: tuple[tuple[str, Any], ...],
-    *,
-    platform: str,
+    jitted: Callable[..., Any], tree: PyTreeDef, shapes: Shapes, options: Options, *, platform: str
 ) -> Lowered:
-    """Lower a launch.
+    """Lower a launch for a platform of JAX; the other arguments are those of `Launch`."""
+    call, results = _flatten(jitted, tree, options)
+    unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
+    exported = export.export(jax.jit(call), platforms=[platform], disabled_checks=unchecked)(*shapes)
+    return Lowered(exported, results[0])
 
-    Args:
-      jitted: the launch as a function that `jax.jit` returned.
-      tree: how arrays are arranged in its keyword arguments.
-      shapes: shapes and dtypes of these arrays.
-      options: names and values of its static arguments.
-      platform: JAX's platform to lower for.
-    """
-    results = []
+
+def _flatten(
+    jitted: Callable[..., Any], tree: PyTreeDef, options: Options
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Return a launch as a function of arrays, and a list that gets `Lowered.results` from each call."""
+    results: list[Any] = []
 
     def call(*leaves: Any) -> list[Any]:
         found, tree_found = jax.tree.flatten(jitted(**jax.tree.unflatten(tree, leaves), **dict(options)))
         results.append(jax.tree.unflatten(tree_found, range(len(found))))
         return found
 
-    unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
-    exported = export.export(jax.jit(call), platforms=[platform], disabled_checks=unchecked)(*shapes)
-    return Lowered(exported, results[0])
+    return call, results
 
 
 def serialize(lowered: Lowered) -> tuple[bytes, Any]:

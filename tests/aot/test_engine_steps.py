@@ -14,6 +14,7 @@ from compiled import compiled, device
 
 from benchmarks.model.models import LLAMA_2_7B, build
 from kernels_pallas import lowering
+from kernels_pallas.lowering_processes import Processes
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import choosing, programs
@@ -263,6 +264,7 @@ def test_programs_with_copies_of_kernels_are_those_that_lower_them(on_kernels, m
     plan, _ = PLANS[name]
     in_one = partial(programs.decode_loop, 4, "greedy")
     run, given = called(plan, in_one, (ROWS, 1 + WIDTH), TOKENS, prefills=False)
+    monkeypatch.setattr(lowering, "processes", Processes(0))
     texts = []
     for copies in (False, True):
         monkeypatch.setattr(lowering, "takes_copies", lambda copies=copies: copies)

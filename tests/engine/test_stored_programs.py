@@ -55,7 +55,7 @@ def test_a_later_engine_finds_all_programs(monkeypatch):
     assert len(set(files.values())) == len(files)
     assert files == {name: stored_programs.find_file(program) for name, program in later.items()}
     compile_all({"decode": first["decode"]})
-    monkeypatch.setattr(Program, "lower", None)  # A program that is not stored would fail.
+    monkeypatch.setattr(Program, "trace", None)  # A program that is not stored would fail.
     assert compile_all({"decode": later["decode"]})["decode"].memory_analysis()
 
 

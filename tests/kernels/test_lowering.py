@@ -1,10 +1,8 @@
 """Launches that are lowered once for several programs, and loaded by later processes."""
 
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ import pytest
 
 from kernels_pallas import lowering, lowering_processes
 from kernels_pallas.lowering import lower_once
-from kernels_pallas.lowering_processes import Processes, lower_in_processes
+from kernels_pallas.lowering_processes import Processes
 from kernels_pallas.rope.post_rope import post_rope
 
 
@@ -29,6 +27,7 @@ def traces(monkeypatch):
     """Return a list that grows with each trace of `launch`, which is lowered for this machine."""
     monkeypatch.setattr(lowering, "PLATFORM", "cpu")
     monkeypatch.setattr(lowering, "takes_copies", lambda: True)
+    monkeypatch.setattr(lowering, "processes", Processes(0))
     forget()
     found.clear()
     yield found
@@ -73,7 +72,7 @@ def test_programs_with_equal_shapes_share_one_lowering(traces):
 def test_the_interpreter_takes_no_copies(traces):
     x = jnp.arange(6.0)
     launch(x, [x], interpret=True)
-    assert not lowering._lowered
+    assert not lowering._launches
 
 
 def test_a_cpu_takes_no_copies_and_neither_does_a_mesh(monkeypatch):
@@ -118,48 +117,60 @@ def test_files_of_launches(tmp_path):
     assert one.is_relative_to(tmp_path / lowering.FOLDER)
 
 
-@contextmanager
-def counted_requests(monkeypatch) -> Iterator[list[Any]]:
-    """Lower launches in one process; yield its replies."""
-    replies, ask = [], Processes.ask
+@pytest.fixture
+def replies(monkeypatch):
+    """Lower launches in one process that ends when it is idle for long, and return a list of its replies."""
+    found, ask = [], lowering_processes._ask
 
-    def record(processes, request):
-        replies.append(ask(processes, request))
-        return replies[-1]
+    def record(process, request):
+        found.append((process, None))
+        found[-1] = process, ask(process, request)
+        return found[-1][1]
 
-    monkeypatch.setattr(Processes, "ask", record)
-    with lower_in_processes(1):
-        yield replies
+    monkeypatch.setattr(lowering_processes, "_ask", record)
+    monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(lowering, "processes", Processes(1))
+    yield found
+    lowering.processes.wait()
 
 
-def test_another_process_lowers_launches(traces, monkeypatch):
+def test_another_process_lowers_launches(traces, replies):
     x = jnp.arange(6.0)
-    with counted_requests(monkeypatch) as replies, ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(3) as threads:
         pairs = list(threads.map(lambda factor: launch(x, [x], factor=factor), (2, 3, 3)))
     assert len(replies) == 2  # Threads share what is equal.
-    assert None not in replies
-    assert not traces  # Not of this process.
+    assert all(reply for _, reply in replies)
+    assert traces == [(6,), (6,)]  # Traced here for the shapes of results.
     for pair, factor in zip(pairs, (2, 3, 3), strict=True):
         np.testing.assert_array_equal(pair.total, plain(x, [x], factor=factor))
         assert isinstance(pair, Pair)
+    lowering.processes.wait()
+    assert replies[0][0].poll() is not None
+    np.testing.assert_array_equal(launch(x, [x], factor=4).total, plain(x, [x], factor=4))
+    assert len({process for process, _ in replies}) == 2
 
 
-def test_this_process_lowers_what_others_cannot(traces, monkeypatch):
+def test_programs_are_traced_before_their_launches_are_lowered(traces, monkeypatch):
+    x, asked = jnp.arange(6.0), []
+    monkeypatch.setattr(lowering, "_submit", lambda *_: asked.append(Future()) or asked[-1])
+    traced = jax.jit(lambda x: launch(launch(x, [x]).total, [x], factor=5)).trace(x)
+    assert len(asked) == 2
+    for future in asked:
+        future.set_result(None)
+    np.testing.assert_array_equal(traced.lower().compile()(x).total, plain(plain(x, [x]), [x], factor=5))
+
+
+def test_this_process_lowers_what_others_cannot(traces, replies, monkeypatch):
     x = jnp.arange(6.0)
-    with counted_requests(monkeypatch) as replies:
-        with monkeypatch.context() as patch:
-            patch.setattr(launch.jitted, "__qualname__", "no_such_launch", raising=False)
-            np.testing.assert_array_equal(launch(x, [x]).total, plain(x, [x]))
-        (process,) = lowering_processes.current._started
-        process.kill()
-        process.wait()
-        for factor in (3, 4):  # The second launch finds a new process.
-            np.testing.assert_array_equal(launch(x, [x], factor=factor).total, plain(x, [x], factor=factor))
-        started = lowering_processes.current._started
-    assert [reply is None for reply in replies] == [True, True, False]
-    assert traces == [(6,), (6,)]
-    assert len(started) == 2
-    assert all(process.poll() is not None for process in started)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.jitted, "__qualname__", "no_such_launch", raising=False)
+        np.testing.assert_array_equal(launch(x, [x]).total, plain(x, [x]))
+    ((process, _),) = replies
+    process.kill()
+    process.wait()
+    for factor in (3, 4):  # The second launch finds a new process.
+        np.testing.assert_array_equal(launch(x, [x], factor=factor).total, plain(x, [x], factor=factor))
+    assert [reply is None for _, reply in replies] == [True, True, False]
 
 
 def test_a_launch_that_fails_is_tried_again(traces):
@@ -171,21 +182,21 @@ def test_a_launch_that_fails_is_tried_again(traces):
 
 
 @pytest.mark.gpu
-def test_another_process_lowers_for_this_gpu(monkeypatch):
+def test_another_process_lowers_for_this_gpu(replies, monkeypatch):
     # Kernels are compared without the lines of the sources that they come from.
     q, k = jnp.ones((1, 64, 4, 64), jnp.bfloat16), jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     angles, rotation = jnp.ones((1, 64, 32)), jnp.ones((2, 64, 64), jnp.bfloat16)
 
-    def rotate():
+    def rotate(processes):
         lowering.forget()
+        monkeypatch.setattr(lowering, "processes", processes)
         found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
-        (future,) = lowering._lowered.values()
-        text = future.result().exported.mlir_module()
+        (made,) = lowering._launches.values()
+        text = made.lowered.exported.mlir_module()
         return found, re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)
 
-    here, text = rotate()
-    with counted_requests(monkeypatch) as replies:
-        there, text_there = rotate()
-    assert None not in replies
+    there, text_there = rotate(lowering.processes)
+    assert all(reply for _, reply in replies)
+    here, text = rotate(Processes(0))
     assert text == text_there
     np.testing.assert_array_equal(here[0], there[0])

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import signal
 import threading
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 import jax
 from jax.stages import Compiled
 
-from kernels_pallas.lowering_processes import lower_in_processes
 from zdc_jax.engine import stored_programs
 from zdc_jax.engine.uncompiled import Program
 
@@ -29,16 +27,17 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     files = {name: stored_programs.find_file(program) for name, program in programs.items()}
     compiled = _load_all(programs, files, threads)
     missing = {name: program for name, program in programs.items() if name not in compiled}
-    counter, interrupted = itertools.count(1), threading.Event()
-
+    counter, interrupted, tracing = itertools.count(1), threading.Event(), threading.Lock()
     # Each thread has its own settings.
     device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
 
     def compile_one(name: str) -> Compiled:
         with jax.default_device(device), jax.default_matmul_precision(precision):
-            lowered = missing[name].lower()
-        if interrupted.is_set():
-            raise CancelledError
+            with tracing:  # Python's lock lets only one go on, and the first shall not wait for the last.
+                if interrupted.is_set():
+                    raise CancelledError
+                traced = missing[name].trace()
+            lowered = traced.lower()
         began = time.monotonic()
         program = lowered.compile()
         seconds = time.monotonic() - began
@@ -50,9 +49,8 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     if missing:
         logger.info("compiling %d programs%s", len(missing), slow)
     try:
-        with lower_in_processes(_count_processes() if missing else 0):
-            futures = {name: threads.submit(compile_one, name) for name in missing}
-            compiled |= {name: future.result() for name, future in futures.items()}
+        futures = {name: threads.submit(compile_one, name) for name in missing}
+        compiled |= {name: future.result() for name, future in futures.items()}
     except KeyboardInterrupt:
         interrupted.set()
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
@@ -64,11 +62,6 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
         threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
     stored_programs.trim()
     return compiled
-
-
-def _count_processes() -> int:
-    """Return how many processes lower kernels while threads compile programs."""
-    return min(8, (os.cpu_count() or 1) // 2) if jax.default_backend() == "gpu" else 0
 
 
 def _load_all(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Traced
 
 
 class Program(NamedTuple):
@@ -21,10 +21,10 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    def lower(self) -> Lowered:
-        """Trace and lower the function."""
-        return jax.jit(self.function, **self.options).lower(*self.arguments)
+    def trace(self) -> Traced:
+        """Trace the function."""
+        return jax.jit(self.function, **self.options).trace(*self.arguments)
 
     def compile(self) -> Compiled:
-        """Lower and compile the function."""
-        return self.lower().compile()
+        """Trace, lower and compile the function."""
+        return self.trace().lower().compile()
