@@ -332,8 +332,18 @@ class Runner:
         return self._table
 
     def _list_programs(self) -> Iterator[tuple[str, Program]]:
-        """Yield the names and the programs; those that compile longest come first."""
+        """Yield the names and the programs.
+
+        Small ones come first: XLA times products for them, which is exact while most cores are idle. Of the
+        others, those that compile longest come first.
+        """
         layout, widest = self.layout, self._widths[0]
+        yield from list_choosing(
+            self._network, self._state, self._shaping, widths=self._widths, where=self._where
+        )
+        if layout.tails:
+            pair = jax.ShapeDtypeStruct((2,), jnp.int32)
+            yield "restore tail", _update(restore_tail, self._state, self._tails, pair)
 
         def prefill(step: Callable[..., Any], *lengths: int) -> Program:
             state = PrefillState(self._state, self._tails)
@@ -359,12 +369,6 @@ class Runner:
             loop = partial(decode_loop, self.steps, choice)
             name = _name_decode_loop(count, choice)
             yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
-        yield from list_choosing(
-            self._network, self._state, self._shaping, widths=self._widths, where=self._where
-        )
-        if layout.tails:
-            pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            yield "restore tail", _update(restore_tail, self._state, self._tails, pair)
 
     def _list_alone_widths(self) -> list[int]:
         """Return the widths of chunks that run alone."""
