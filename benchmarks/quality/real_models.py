@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,12 @@ def main(options: Options) -> None:
     )
     dense = load(options.model, dtype=options.dtype).network
     evaluation = Evaluation(
-        dense, material, protocol="cached", batch=options.batch, first_check=options.documents
+        dense,
+        material,
+        protocol="cached",
+        batch=options.batch,
+        first_check=options.documents,
+        watch=partial(print, flush=True),  # If time ends within a plan, the log has the tasks before.
     )
     makers = Plans(checkpoint, options.context, options.dtype).list()
     for name in options.plans or makers:

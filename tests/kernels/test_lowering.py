@@ -1,6 +1,8 @@
 """Launches that are lowered once for several programs, and loaded by later processes."""
 
 import re
+import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -119,13 +121,12 @@ def test_files_of_launches(tmp_path):
 
 @pytest.fixture
 def replies(monkeypatch):
-    """Lower launches in one process that ends when it is idle for long, and return a list of its replies."""
+    """Lower launches in one process, and return a list of its replies."""
     found, ask = [], lowering_processes._ask
 
     def record(process, request):
-        found.append((process, None))
-        found[-1] = process, ask(process, request)
-        return found[-1][1]
+        found.append(ask(process, request))
+        return found[-1]
 
     monkeypatch.setattr(lowering_processes, "_ask", record)
     monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.5)
@@ -134,20 +135,68 @@ def replies(monkeypatch):
     lowering.processes.wait()
 
 
-def test_another_process_lowers_launches(traces, replies):
-    x = jnp.arange(6.0)
+def test_another_process_lowers_launches_and_this_one_the_rest(traces, replies, monkeypatch):
+    x, factors = jnp.arange(6.0), (2, 3, 3)
     with ThreadPoolExecutor(3) as threads:
-        pairs = list(threads.map(lambda factor: launch(x, [x], factor=factor), (2, 3, 3)))
+        pairs = list(threads.map(lambda factor: launch(x, [x], factor=factor), factors))
     assert len(replies) == 2  # Threads share what is equal.
-    assert all(reply for _, reply in replies)
+    assert all(replies)
     assert traces == [(6,), (6,)]  # Traced here for the shapes of results.
-    for pair, factor in zip(pairs, (2, 3, 3), strict=True):
+    for pair, factor in zip(pairs, factors, strict=True):
         np.testing.assert_array_equal(pair.total, plain(x, [x], factor=factor))
         assert isinstance(pair, Pair)
-    lowering.processes.wait()
-    assert replies[0][0].poll() is not None
+    monkeypatch.setattr(launch.jitted, "__qualname__", "no_such_launch", raising=False)
     np.testing.assert_array_equal(launch(x, [x], factor=4).total, plain(x, [x], factor=4))
-    assert len({process for process, _ in replies}) == 2
+    assert replies[2] is None
+
+
+class Ended:
+    """Process of which only its end is seen."""
+
+    is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def communicate(self) -> None:
+        assert self.is_killed
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a list of started processes, which reply to numbers with themselves and fail otherwise."""
+    found: list[Ended] = []
+    monkeypatch.setattr(lowering_processes, "_start", lambda: found.append(Ended()) or found[-1])
+    monkeypatch.setattr(lowering_processes, "_ask", lambda process, request: +request)
+    return found
+
+
+def test_a_process_that_fails_is_replaced_and_an_idle_one_ends(started, monkeypatch):
+    processes = Processes(1)
+    for request, reply in ((1, 1), ("killed", None), (2, 2)):
+        assert processes.submit(request).result() == reply
+    assert [process.is_killed for process in started] == [True, False]
+    monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
+    assert processes.submit(3).result() == 3
+    processes.wait()
+    assert [process.is_killed for process in started] == [True, True]
+    assert processes.submit(4).result() == 4
+    assert len(started) == 3
+    processes.wait()
+
+
+def test_there_are_no_more_processes_than_allowed(started, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(lowering_processes, "_ask", lambda process, request: goes_on.wait(60) and request)
+    monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
+    processes = Processes(2)
+    futures = list(map(processes.submit, range(5)))
+    while len(started) < 2:
+        time.sleep(0.001)
+    goes_on.set()
+    assert [future.result() for future in futures] == [0, 1, 2, 3, 4]
+    processes.wait()
+    assert len(started) == 2
 
 
 def test_programs_are_traced_before_their_launches_are_lowered(traces, monkeypatch):
@@ -158,19 +207,6 @@ def test_programs_are_traced_before_their_launches_are_lowered(traces, monkeypat
     for future in asked:
         future.set_result(None)
     np.testing.assert_array_equal(traced.lower().compile()(x).total, plain(plain(x, [x]), [x], factor=5))
-
-
-def test_this_process_lowers_what_others_cannot(traces, replies, monkeypatch):
-    x = jnp.arange(6.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(launch.jitted, "__qualname__", "no_such_launch", raising=False)
-        np.testing.assert_array_equal(launch(x, [x]).total, plain(x, [x]))
-    ((process, _),) = replies
-    process.kill()
-    process.wait()
-    for factor in (3, 4):  # The second launch finds a new process.
-        np.testing.assert_array_equal(launch(x, [x], factor=factor).total, plain(x, [x], factor=factor))
-    assert [reply is None for _, reply in replies] == [True, True, False]
 
 
 def test_a_launch_that_fails_is_tried_again(traces):
@@ -196,7 +232,7 @@ def test_another_process_lowers_for_this_gpu(replies, monkeypatch):
         return found, re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)
 
     there, text_there = rotate(lowering.processes)
-    assert all(reply for _, reply in replies)
+    assert all(replies)
     here, text = rotate(Processes(0))
     assert text == text_there
     np.testing.assert_array_equal(here[0], there[0])

@@ -375,7 +375,9 @@ class Evaluation:
         )
 
     def _compare_scores(self, network: Transformer, name: str) -> RulerScore:
-        return compare_scores(self._run_dense(name, self._score, name), self._score(network, name))
+        score = compare_scores(self._run_dense(name, self._score, name), self._score(network, name))
+        self.watch(f"{name}: {score.score:.2f} under the plan, {score.dense:.2f} by the unmodified model")
+        return score
 
     def _score(self, network: Transformer, name: str) -> np.ndarray:
         task = self.material.ruler[name]
