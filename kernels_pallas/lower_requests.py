@@ -1,6 +1,7 @@
 """Process that lowers launches for another one: `python -m kernels_pallas.lower_requests`.
 
-It reads requests from its standard input, and writes a reply to each (`kernels_pallas.lowering_processes`).
+It says that it is ready. Then it reads requests from its standard input, and writes a reply to each
+(`kernels_pallas.lowering_processes`).
 """
 
 import importlib
@@ -22,10 +23,12 @@ def main() -> None:
     """Write a reply to each request until standard input ends."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # What is printed must not mix with replies.
+    message: Any = "ready"
     with suppress(EOFError, KeyboardInterrupt):
         while True:
-            pickle.dump(reply(pickle.load(requests)), replies)
+            pickle.dump(message, replies)
             replies.flush()
+            message = reply(pickle.load(requests))
 
 
 def reply(request: Request) -> Any | None:

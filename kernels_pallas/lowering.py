@@ -81,7 +81,7 @@ class Launch:
         """The lowered launch. If no other process could lower it, this one does."""
         with self._lock:
             if self._lowered is None:
-                reply = self._reply and self._reply.result()
+                reply = self._reply and processes.take(self._reply)
                 self._lowered = _deserialize(reply) or lower(
                     self._jitted, *self._arguments, platform=PLATFORM
                 )

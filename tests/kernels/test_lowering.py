@@ -130,7 +130,11 @@ def replies(monkeypatch):
 
     monkeypatch.setattr(lowering_processes, "_ask", record)
     monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(lowering, "processes", Processes(1))
+    monkeypatch.setattr(lowering_processes, "LEAST_WAITING", 1)
+    processes = Processes(1)
+    # As if it had started: what is asked waits for it.
+    monkeypatch.setattr(processes, "_ready", 1)
+    monkeypatch.setattr(lowering, "processes", processes)
     yield found
     lowering.processes.wait()
 
@@ -168,6 +172,7 @@ def started(monkeypatch):
     found: list[Ended] = []
     monkeypatch.setattr(lowering_processes, "_start", lambda: found.append(Ended()) or found[-1])
     monkeypatch.setattr(lowering_processes, "_ask", lambda process, request: +request)
+    monkeypatch.setattr(lowering_processes, "LEAST_WAITING", 1)
     return found
 
 
@@ -194,9 +199,42 @@ def test_there_are_no_more_processes_than_allowed(started, monkeypatch):
     while len(started) < 2:
         time.sleep(0.001)
     goes_on.set()
-    assert [future.result() for future in futures] == [0, 1, 2, 3, 4]
+    assert list(map(processes.take, futures)) == [0, 1, 2, 3, 4]
     processes.wait()
     assert len(started) == 2
+
+
+def test_nobody_waits_for_a_process_that_has_not_started(started, monkeypatch):
+    starts, goes_on = threading.Event(), threading.Event()
+
+    def start() -> Ended:
+        starts.set()
+        assert goes_on.wait(60)
+        started.append(Ended())
+        return started[-1]
+
+    monkeypatch.setattr(lowering_processes, "_start", start)
+    monkeypatch.setattr(lowering_processes, "LEAST_WAITING", 2)
+    processes = Processes(1)
+    assert processes.take(processes.submit(1)) is None
+    assert not processes._threads  # One request starts none, and it is withdrawn.
+    first, second = processes.submit(2), processes.submit(3)
+    assert starts.wait(60)
+    assert processes.take(first) is None
+    monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
+    goes_on.set()
+    assert second.result() == 3
+    assert processes.take(second) == 3
+    processes.wait()
+    assert len(started) == 1
+
+
+def test_launches_are_lowered_here_if_no_process_starts(started, monkeypatch):
+    monkeypatch.setattr(lowering_processes, "_start", lambda: 1 / 0)
+    monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
+    processes = Processes(1)
+    assert processes.take(processes.submit(1)) is None
+    processes.wait()
 
 
 def test_programs_are_traced_before_their_launches_are_lowered(traces, monkeypatch):
