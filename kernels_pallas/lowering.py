@@ -128,11 +128,6 @@ def takes_copies() -> bool:
     return jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty
 
 
-def forget() -> None:
-    """Forget all launches that this process lowered or loaded."""
-    _launches.clear()
-
-
 def _make(jitted: Callable[..., Any], tree: PyTreeDef, shapes: Shapes, options: Options) -> Launch:
     """Return the only `Launch` for some arguments."""
     key = jitted, tree, shapes, options

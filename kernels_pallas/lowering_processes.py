@@ -75,11 +75,6 @@ class Processes:
                 return None
         return future.result()
 
-    def wait(self) -> None:
-        """Wait until all processes have ended."""
-        for thread in list(self._threads):
-            thread.join()
-
     def _serve(self) -> None:
         """Send requests to one process until none came for some time."""
         process = self._begin()
@@ -128,7 +123,12 @@ def _start() -> subprocess.Popen[bytes]:
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert process.stdout is not None
-    pickle.load(process.stdout)
+    try:
+        pickle.load(process.stdout)
+    except Exception:
+        process.kill()
+        process.communicate()
+        raise
     return process
 
 

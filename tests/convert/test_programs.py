@@ -1,6 +1,7 @@
 """Compiled programs on disk: stored once, loaded by the next process, and never fatal."""
 
 import shutil
+import warnings
 from collections import namedtuple
 
 import jax
@@ -80,3 +81,12 @@ def test_the_flag_comes_before_the_command(folder, monkeypatch, capsys):
     assert entry.main() == 0
     assert not folder.exists()
     assert "zdc " in capsys.readouterr().out
+
+
+def test_only_a_lock_that_threads_wait_for_is_not_warned_of(folder):
+    programs.keep_programs()
+    warnings.warn(
+        "Error writing persistent compilation cache entry for 'jit_f': Timeout: the lock", stacklevel=1
+    )
+    with pytest.warns(UserWarning, match="No space"):
+        warnings.warn("Error writing persistent compilation cache entry for 'jit_f': No space", stacklevel=1)

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from typing import Any, cast
 
 import jax
@@ -97,3 +98,25 @@ def test_an_interrupt_leaves_out_what_is_not_traced(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compile_all(prepare(Interrupted("a"), Slow("b"), Slow("c"), Slow("d")))
     assert len(traced) < 2
+
+
+def test_a_failure_leaves_out_what_is_not_traced():
+    traced: list[str] = []
+
+    class Failing(Named):
+        """Program that cannot be traced."""
+
+        def trace(self) -> Named:
+            raise MemoryError(self.name)
+
+    class Slow(Named):
+        """Program that takes longer to trace than the first needs to fail."""
+
+        def trace(self) -> Named:
+            traced.append(self.name)
+            time.sleep(0.2)
+            return self
+
+    with pytest.raises(MemoryError, match="a"):
+        compile_all(prepare(Failing("a"), *map(Slow, "bcdefg")))
+    assert len(traced) < 3

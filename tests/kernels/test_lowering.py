@@ -41,7 +41,7 @@ found: list[tuple[int, ...]] = []
 
 def forget() -> None:
     """Forget what this process lowered and traced, as a new process has."""
-    lowering.forget()
+    lowering._launches.clear()
     launch.jitted.clear_cache()
 
 
@@ -119,6 +119,11 @@ def test_files_of_launches(tmp_path):
     assert one.is_relative_to(tmp_path / lowering.FOLDER)
 
 
+def wait_for_end(processes: Processes) -> None:
+    for thread in list(processes._threads):
+        thread.join()
+
+
 @pytest.fixture
 def replies(monkeypatch):
     """Lower launches in one process, and return a list of its replies."""
@@ -136,7 +141,7 @@ def replies(monkeypatch):
     monkeypatch.setattr(processes, "_ready", 1)
     monkeypatch.setattr(lowering, "processes", processes)
     yield found
-    lowering.processes.wait()
+    wait_for_end(processes)
 
 
 def test_another_process_lowers_launches_and_this_one_the_rest(traces, replies, monkeypatch):
@@ -183,11 +188,11 @@ def test_a_process_that_fails_is_replaced_and_an_idle_one_ends(started, monkeypa
     assert [process.is_killed for process in started] == [True, False]
     monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
     assert processes.submit(3).result() == 3
-    processes.wait()
+    wait_for_end(processes)
     assert [process.is_killed for process in started] == [True, True]
     assert processes.submit(4).result() == 4
     assert len(started) == 3
-    processes.wait()
+    wait_for_end(processes)
 
 
 def test_there_are_no_more_processes_than_allowed(started, monkeypatch):
@@ -200,7 +205,7 @@ def test_there_are_no_more_processes_than_allowed(started, monkeypatch):
         time.sleep(0.001)
     goes_on.set()
     assert list(map(processes.take, futures)) == [0, 1, 2, 3, 4]
-    processes.wait()
+    wait_for_end(processes)
     assert len(started) == 2
 
 
@@ -225,7 +230,7 @@ def test_nobody_waits_for_a_process_that_has_not_started(started, monkeypatch):
     goes_on.set()
     assert second.result() == 3
     assert processes.take(second) == 3
-    processes.wait()
+    wait_for_end(processes)
     assert len(started) == 1
 
 
@@ -234,7 +239,7 @@ def test_launches_are_lowered_here_if_no_process_starts(started, monkeypatch):
     monkeypatch.setattr(lowering_processes, "IDLE_SECONDS", 0.0)
     processes = Processes(1)
     assert processes.take(processes.submit(1)) is None
-    processes.wait()
+    wait_for_end(processes)
 
 
 def test_programs_are_traced_before_their_launches_are_lowered(traces, monkeypatch):
@@ -262,7 +267,7 @@ def test_another_process_lowers_for_this_gpu(replies, monkeypatch):
     angles, rotation = jnp.ones((1, 64, 32)), jnp.ones((2, 64, 64), jnp.bfloat16)
 
     def rotate(processes):
-        lowering.forget()
+        lowering._launches.clear()
         monkeypatch.setattr(lowering, "processes", processes)
         found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
         (made,) = lowering._launches.values()

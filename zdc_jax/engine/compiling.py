@@ -27,14 +27,14 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     files = {name: stored_programs.find_file(program) for name, program in programs.items()}
     compiled = _load_all(programs, files, threads)
     missing = {name: program for name, program in programs.items() if name not in compiled}
-    counter, interrupted, tracing = itertools.count(1), threading.Event(), threading.Lock()
+    counter, stopped, tracing = itertools.count(1), threading.Event(), threading.Lock()
     # Each thread has its own settings.
     device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
 
     def compile_one(name: str) -> Compiled:
         with jax.default_device(device), jax.default_matmul_precision(precision):
             with tracing:  # Python's lock lets only one go on, and the first shall not wait for the last.
-                if interrupted.is_set():
+                if stopped.is_set():
                     raise CancelledError
                 traced = missing[name].trace()
             lowered = traced.lower()
@@ -52,14 +52,15 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
         futures = {name: threads.submit(compile_one, name) for name in missing}
         compiled |= {name: future.result() for name, future in futures.items()}
     except KeyboardInterrupt:
-        interrupted.set()
+        stopped.set()
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         threads.shutdown(cancel_futures=True)
         signal.signal(signal.SIGINT, before)
         raise
     finally:
-        threads.shutdown(cancel_futures=True)  # An interrupt drops the remaining programs.
+        stopped.set()  # An interrupt or a failure drops the remaining programs.
+        threads.shutdown(cancel_futures=True)
     stored_programs.trim()
     return compiled
 
