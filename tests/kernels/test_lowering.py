@@ -3,7 +3,8 @@
 import re
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import jax
@@ -260,22 +261,29 @@ def test_a_launch_that_fails_is_tried_again(traces):
     assert traces == [(6,), (6,)]
 
 
-@pytest.mark.gpu
-def test_another_process_lowers_for_this_gpu(replies, monkeypatch):
-    # Kernels are compared without the lines of the sources that they come from.
+def rotate_on_gpu():
+    """Return rotated vectors, and the lowered launch without the lines of the sources that it comes from."""
     q, k = jnp.ones((1, 64, 4, 64), jnp.bfloat16), jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     angles, rotation = jnp.ones((1, 64, 32)), jnp.ones((2, 64, 64), jnp.bfloat16)
+    lowering._launches.clear()
+    found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
+    (made,) = lowering._launches.values()
+    text = made.lowered.exported.mlir_module()
+    return np.asarray(found[0]), re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)
 
-    def rotate(processes):
-        lowering._launches.clear()
-        monkeypatch.setattr(lowering, "processes", processes)
-        found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
-        (made,) = lowering._launches.values()
-        text = made.lowered.exported.mlir_module()
-        return found, re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)
 
-    there, text_there = rotate(lowering.processes)
+def rotate_without_processes():
+    lowering.processes = Processes(0)
+    return rotate_on_gpu()
+
+
+@pytest.mark.gpu
+def test_a_process_without_a_gpu_lowers_as_one_with_it(replies):
+    without_gpu, text_without_gpu = rotate_on_gpu()
+    assert len(replies) == 1
     assert all(replies)
-    here, text = rotate(Processes(0))
-    assert text == text_there
-    np.testing.assert_array_equal(here[0], there[0])
+    # A new process, since the text counts the kernels of one name that a process has lowered.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as new:
+        with_gpu, text = new.submit(rotate_without_processes).result()
+    assert text == text_without_gpu
+    np.testing.assert_array_equal(with_gpu, without_gpu)
