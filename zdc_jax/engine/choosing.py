@@ -21,8 +21,6 @@ from zdc_jax.model.transformer import Transformer
 
 Step = Literal["first", "next"]
 """Step whose tokens are chosen: the first token of one sequence, or the next ones of all."""
-SHAPED: tuple[Choice, ...] = ("scored", "any")
-"""Kinds of programs that choose tokens from changed logits (`Shaping`)."""
 SHAPE = "shape"
 """Name of the program that stores the counts and biases of one sequence."""
 
@@ -53,8 +51,7 @@ def list_choosing(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     D, vocab = network.config.embed_dim, network.config.vocab_size
-    kinds = [(choice, False) for choice in get_args(Choice)] + [(choice, True) for choice in SHAPED]
-    for name, (choice, is_shaped) in itertools.product(get_args(Step), kinds):
+    for name, choice, is_shaped in itertools.product(get_args(Step), get_args(Choice), (False, True)):
         count = 1 if name == "first" else len(state.last)
         frontier = Frontier(
             describe(network.dtype, count, D), describe(bool, count), describe(jnp.int32, count)
@@ -76,10 +73,8 @@ def list_choosing(
 
 
 def name_choosing(step: Step, choice: Choice, is_shaped: bool) -> str:
-    """Name the program that chooses tokens; `scored` ones serve `greedy` sequences with changed logits."""
-    if not is_shaped:
-        return f"choose {step}, {choice}"
-    return f"choose {step}, {'any' if choice == 'any' else 'scored'}, shaped"
+    """Name the program that chooses tokens, from changed logits if `is_shaped` (`Shaping`)."""
+    return f"choose {step}, {choice}{', shaped' if is_shaped else ''}"
 
 
 def name_score(width: int) -> str:

@@ -21,7 +21,7 @@ from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
-from zdc_jax.generation.masks import full_mask
+from zdc_jax.generation.guide import Guide, make_mask
 from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import Frontier, SampledTokens
@@ -389,10 +389,10 @@ class Engine:
         """Choose the next tokens of a group; all earlier tokens of guided requests must be delivered."""
         mask = None
         if group.is_guided:
-            mask = full_mask(self.model.config.vocab_size, self.config.max_sequences)
+            guides: list[Guide | None] = [None] * self.config.max_sequences
             for row, job in group.jobs:
-                if job.guide is not None and not job.ended:
-                    mask[row] = job.guide.mask()
+                guides[row] = None if job.ended else job.guide
+            mask = make_mask(guides, self.model.config.vocab_size)
         return _PendingTokens(self._runner.choose_next(frontier, group.inputs, mask), tuple(group.jobs))
 
     def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:

@@ -11,8 +11,7 @@ from zdc_jax.engine.checks import resolve_stop_ids
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.guide import Guide
-from zdc_jax.generation.masks import full_mask
+from zdc_jax.generation.guide import Guide, make_mask
 from zdc_jax.generation.next_token import Choice, Scores
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import request_keys
@@ -105,7 +104,7 @@ class Job:
         return SequenceShaping(
             counts=count_tokens(vocab, self.request.prompt, self.work.output),
             bias=token_biases(self._model, self.request.sampling),
-            mask=full_mask(vocab) if self.guide is None else self.guide.mask(),
+            mask=make_mask([self.guide], vocab)[0],
         )
 
     def cancel(self) -> None:

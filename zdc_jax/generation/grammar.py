@@ -112,7 +112,10 @@ class Matcher:
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> tuple[np.ndarray, str]:
-        """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''."""
+        """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''.
+
+        Threads gain nothing for several answers: matchers of one grammar share a lock.
+        """
         pointer, size = self._mask.ctypes.data, self._mask.nbytes
         self._matcher.unsafe_compute_mask_ptr(pointer, size)
         clear_bit(self._mask[0], self._end)

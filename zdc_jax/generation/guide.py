@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.grammar import Matcher, compile_grammar
-from zdc_jax.generation.masks import ALL, clear_bit, pack_mask, set_bits
+from zdc_jax.generation.masks import ALL, clear_bit, full_mask, pack_mask, set_bits
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.shaping import bad_word_ids, token_biases
 from zdc_jax.loading import TextModel
@@ -93,6 +93,15 @@ class Guide:
         if self._failure is not None:
             mask[:] = ALL
         return mask
+
+
+def make_mask(guides: Sequence[Guide | None], vocab: int) -> Int[np.ndarray, "B W"]:
+    """Return the masks of sequences; a sequence without a guide may get all `vocab` tokens."""
+    mask = full_mask(vocab, len(guides))
+    for row, guide in enumerate(guides):
+        if guide is not None:
+            mask[row] = guide.mask()
+    return mask
 
 
 def check_sampling(model: TextModel, sampling: Sampling) -> None:

@@ -13,8 +13,7 @@ from zdc_jax.cache.kv_cache import KVCache, check_fits_now, fits_program
 from zdc_jax.errors import NonFiniteError
 from zdc_jax.generation.chunks import bucket, choose_chunk, divide_prompt, find_block, padded
 from zdc_jax.generation.compile_time import compile_seconds
-from zdc_jax.generation.guide import Guide
-from zdc_jax.generation.masks import full_mask
+from zdc_jax.generation.guide import Guide, make_mask
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.request import Request, capacity_for
@@ -235,11 +234,8 @@ class Run:
         """Return the arrays of a call with the masks of its next tokens."""
         if shaping is None or not self._is_guided:
             return shaping
-        mask = full_mask(self.model.config.vocab_size, len(self.sequences))
-        for row, sequence in enumerate(self.sequences):
-            if sequence.guide is not None and sequence.finish_reason is None:
-                mask[row] = sequence.guide.mask()
-        return shaping._replace(mask=jnp.asarray(mask))
+        guides = [None if each.finish_reason else each.guide for each in self.sequences]
+        return shaping._replace(mask=jnp.asarray(make_mask(guides, self.model.config.vocab_size)))
 
     @property
     def _on_mesh(self) -> bool:
