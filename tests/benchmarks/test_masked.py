@@ -25,18 +25,18 @@ def server():
     running.end()
 
 
-def test_some_requests_have_a_mask(server):
-    speed = measure(server.http.base_url.port, LOAD, masked=3, vocab_size=90, salt="a")
+def test_some_requests_have_a_grammar(server):
+    speed = measure(server.http.base_url.port, LOAD, masked=3, grammar="regex", vocab_size=90, salt="a")
     assert speed > 0
     grammars = [request.sampling.grammar for request in server.engine.submitted]
     assert sorted(map(bool, grammars)) == [False, True, True, True]
-    assert set(grammars) == {None, Grammar.regex(masked.REGEX)}
+    assert set(grammars) == {None, Grammar.regex(*masked.GRAMMARS["regex"].values())}
 
 
 def test_a_failed_request_has_no_speed(server):
     long = replace(LOAD, requests=[replace(LOAD.requests[0], prompt=500)])
     with pytest.raises(ServerFailed, match=r"a request failed: .*200 tokens"):
-        measure(server.http.base_url.port, long, masked=1, vocab_size=90, salt="a")
+        measure(server.http.base_url.port, long, masked=1, grammar="json", vocab_size=90, salt="a")
 
 
 @pytest.mark.parametrize("count", [0, 33])
