@@ -4,8 +4,9 @@
 
 All clients send one request each at once, with prompts of random tokens. In each round they do so twice:
 without masks, and with a grammar in the requests of the first `--masked` clients. Masks are made on the host
-for each token: of JSON in microseconds, of the regular expression in half a millisecond. `throughput` counts output tokens per second from the first request to the last
-token; `kept` is its share with masks, as a median over rounds.
+for each token: of JSON in microseconds, of the regular expression in half a millisecond. `throughput` counts
+output tokens per second from the first request to the last token; `kept` is its share with masks, as a
+median over rounds.
 """
 
 import asyncio

@@ -21,6 +21,13 @@ from dataclasses import dataclass, field
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
 
+STEPS_GIVEN_UP = 2
+"""Most decode steps of a plan that are given up for a request which takes one at a time (decision 0031).
+
+A step of its own would take the device as long as one of all. More steps are for models whose steps are too
+short for the host.
+"""
+
 
 @dataclass(eq=False)
 class Work:
@@ -163,7 +170,8 @@ class Scheduler:
       pages: number of pages, enough for any single request.
       page: tokens of a page.
       alignment: chunks start at multiples of this.
-      steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1.
+      steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1. Requests of
+        `one_step` make it 1, too, if it is at most `STEPS_GIVEN_UP`.
       reuse: share pages between texts.
       tails: number of snapshots; None if sequences have no state outside pages.
       cuts: end chunks where snapshots are taken. Otherwise a chunk has at most one snapshot, anywhere.
@@ -253,7 +261,9 @@ class Scheduler:
         candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
         ready = sorted(candidates, key=_get_urgency)
         remaining = [work.max_tokens - work.promised for work in ready if not work.one_step]
-        steps = 1 if chunks or self.waiting else min(self.steps, max(remaining, default=1))
+        together = self.steps <= STEPS_GIVEN_UP and len(remaining) < len(ready)
+        single = chunks or self.waiting or together
+        steps = 1 if single else min(self.steps, max(remaining, default=1))
         decode = tuple(work for work in ready if self._promise(work, 1 if work.one_step else steps))
         if not chunks and not decode:
             return None
