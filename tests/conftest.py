@@ -21,12 +21,15 @@ from hf_variants import write_tokenizer, write_variant
 
 shape_checks.install()
 
+from compiled_when_used import CompiledWhenUsed
+
 from convert.calibration.calibrate import CalibrationOptions, calibrate, collect_moments
 from convert.calibration.make_basis import make_basis
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.engine import runner
 from zdc_jax.fold import prepared_layers
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.params import random_params
@@ -123,6 +126,14 @@ def list_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 MOST_MAPS = 20_000
 """Memory maps of a process that tests may leave. Each compiled program takes three or more, and Linux allows
 65,530: past that a process ends without a word."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_compiled_when_used() -> Iterator[None]:
+    """Let engines start at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "compile_all", CompiledWhenUsed)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

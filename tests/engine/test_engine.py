@@ -201,6 +201,7 @@ def test_options_of_one_request_change_no_other(engine, named):
 
 
 def test_nothing_compiles_once_it_runs(engine, tiny, named):
+    engine._runner._programs.compile_all()
     ask(engine, requests_of(tiny, 1)[0]).tokens()
     jax.clear_caches()  # Otherwise operations that other tests compiled stay unseen.
     compiled = []

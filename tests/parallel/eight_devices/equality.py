@@ -62,7 +62,6 @@ CASES |= {
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
 @pytest.mark.matrix(
-    "window and sinks-MHA-all_gather",
     "window of several devices-MQA-ulysses",
     "shifted, window and sinks-GQA-ulysses",
 )
@@ -74,6 +73,7 @@ def test_as_on_one_device(plan, heads, method):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.matrix
 def test_eight_devices_and_few_tokens(method):
     """Divide 9 tokens: three of eight devices have padding only, and the window exceeds the prompt."""
     model = tiny("opt", 8, 8)
