@@ -205,7 +205,7 @@ def test_there_are_no_more_processes_than_allowed(started, monkeypatch):
     while len(started) < 2:
         time.sleep(0.001)
     goes_on.set()
-    assert list(map(processes.take, futures)) == [0, 1, 2, 3, 4]
+    assert [future.result(60) for future in futures] == [0, 1, 2, 3, 4]
     wait_for_end(processes)
     assert len(started) == 2
 
