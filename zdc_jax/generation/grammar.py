@@ -114,7 +114,7 @@ class Matcher:
     def mask(self) -> tuple[np.ndarray, str]:
         """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''.
 
-        Threads gain nothing for several answers: matchers of one grammar share a lock.
+        Threads gain little for answers to one grammar, whose matchers share a lock (decision 0031).
         """
         pointer, size = self._mask.ctypes.data, self._mask.nbytes
         self._matcher.unsafe_compute_mask_ptr(pointer, size)
