@@ -22,7 +22,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from zdc_jax.axes import Array
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.programs import decode_loop, with_table
+from zdc_jax.engine.programs import FlatState, decode_flat, decode_loop
 from zdc_jax.engine.runner import STEPS
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
@@ -84,8 +84,8 @@ def time_case(network: Transformer, case: str, *, held: int, repeats: int) -> di
         reuse=False,
     )
     cache = network.new_cache(batch=rows, capacity=layout.capacity, specs=layout.specs)
-    state = DecodeState.of(replace(cache, lengths=jnp.full(rows, held, jnp.int32)))
-    state = state._replace(done=jnp.zeros(rows, bool))
+    whole = DecodeState.of(replace(cache, lengths=jnp.full(rows, held, jnp.int32)))
+    state = FlatState.of(whole._replace(done=jnp.zeros(rows, bool)))
     own = layout.pages // rows
     slots = np.minimum(np.arange(layout.capacity // PAGE), own - 1)
     table = jnp.asarray(np.arange(rows)[:, None] * own + slots, jnp.int32)
@@ -103,16 +103,10 @@ def time_case(network: Transformer, case: str, *, held: int, repeats: int) -> di
 
 
 def compile_loop(
-    network: Transformer, state: DecodeState, table: Array, packed: Array
-) -> Callable[..., tuple[DecodeState, Any]]:
+    network: Transformer, state: FlatState, table: Array, packed: Array
+) -> Callable[..., tuple[FlatState, Any]]:
     """Compile the engine's program of several steps."""
-
-    def run(
-        flat: Flat[Transformer], state: DecodeState, table: Array, packed: Array
-    ) -> tuple[DecodeState, Any]:
-        state, chosen = decode_loop(STEPS, "greedy", flat.whole, with_table(state, table), packed)
-        return with_table(state, None), chosen
-
+    run = partial(decode_flat, partial(decode_loop, STEPS, "greedy"))
     options = ONE_GRAPH if jax.default_backend() == "gpu" else {}
     program = jax.jit(run, donate_argnums=1, compiler_options=options)
     return program.lower(Flat.of(network), state, table, packed).compile()

@@ -29,6 +29,7 @@ from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.runner import MAX_CHUNKS, Runner, servable
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import Flat
 
 PAGE = 128
 MOST_PARTS = 40
@@ -81,7 +82,7 @@ class Filled:
             self.decoding.add(row, self.numbers, "greedy")
         state = self.runner._state
         lengths = jnp.where(jnp.asarray(self.decoding.active), options.held, 0).astype(jnp.int32)
-        cache = replace(state.cache, lengths=lengths)
+        cache = Flat.of(replace(state.cache.whole, lengths=lengths))
         self.runner._state = state._replace(cache=cache, done=jnp.zeros(rows, bool))
 
     def decode(self) -> Any:

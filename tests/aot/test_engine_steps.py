@@ -19,7 +19,13 @@ from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import choosing, programs
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.programs import CHUNK_HEADER, PrefillState, with_table
+from zdc_jax.engine.programs import (
+    CHUNK_HEADER,
+    FlatPrefillState,
+    PrefillState,
+    decode_flat,
+    prefill_flat,
+)
 from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.generation.chunks import BETWEEN_POWERS
 from zdc_jax.generation.next_token import Choice
@@ -62,20 +68,19 @@ PLANS = {
 
 
 def arguments(plan: CompressionPlan, longest: int):
-    """Return a network's leaves and tree structure, and the shapes of an engine's state."""
+    """Return a flattened network, and the shapes of an engine's state."""
     network = build(CONFIG, rotated=True)
     network.plan = plan
-    leaves, tree = jax.tree.flatten(network)
     given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
 
-    def make() -> DecodeState:
+    def make() -> PrefillState:
         layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
         cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
         tails = [jnp.zeros((layout.tails or 0, *leaf.shape[1:]), leaf.dtype) for leaf in cache.own]
         return PrefillState(DecodeState.of(cache), tails if layout.tails else [])
 
-    return leaves, tree, jax.eval_shape(make)
+    return Flat.of(network), FlatPrefillState.of(jax.eval_shape(make))
 
 
 def program(
@@ -92,15 +97,11 @@ def called(
     plan: CompressionPlan, step, packed: tuple[int, ...], longest: int, *, prefills: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return a step as a function of arrays, and their shapes."""
-    leaves, tree, state = arguments(plan, longest)
+    flat, state = arguments(plan, longest)
     table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
-
-    def run(leaves, state, table, packed):
-        state, found = step(jax.tree.unflatten(tree, leaves), with_table(state, table), packed)
-        return with_table(state, None), found
-
+    run = partial(prefill_flat if prefills else decode_flat, step)
     state = state if prefills else state.batch
-    return run, (leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32))
+    return run, (flat, state, table, jax.ShapeDtypeStruct(packed, jnp.int32))
 
 
 def compile_step(run: Any, given: tuple[Any, ...]) -> Any:

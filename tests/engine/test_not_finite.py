@@ -63,7 +63,7 @@ def test_a_broken_request_fails_alone_and_leaves_nothing_behind(engine, model):
         assert listeners[0].events[-1].error.startswith("logits are not finite (NaN or Inf) in dtype float32")
     assert engine.stats().running == engine.stats().waiting == 0
     assert engine.stats().cache_usage == 0
-    assert all(jnp.isfinite(leaf).all() for leaf in engine._runner._state.cache.pools)
+    assert all(jnp.isfinite(leaf).all() for leaf in engine._runner._state.cache.whole.pools)
 
 
 def test_pages_of_a_broken_request_are_not_shared(engine, model):

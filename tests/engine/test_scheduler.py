@@ -162,20 +162,6 @@ def lengths(plan: Plan) -> list[tuple[int, int]]:
     return [(chunk.begin, chunk.end) for chunk in plan.chunks]
 
 
-@pytest.mark.parametrize(("steps", "planned"), [(4, 4), (2, 1)])
-def test_few_steps_are_given_up_for_a_request_of_single_steps(steps, planned):
-    scheduler = scheduler_of(2, 16, steps=steps)
-    single, other = Work((1, 2, 3), 20, one_step=True), Work((4, 5, 6), 20)
-    for work in (other, single):
-        scheduler.add(work)
-    scheduler.plan()
-    plan = scheduler.plan()
-    assert (plan.steps, set(plan.decode)) == (planned, {single, other})
-    assert (single.promised, other.promised) == (2, 1 + planned)
-    scheduler.end(single)
-    assert scheduler.plan().steps == steps, "alone it takes several again"
-
-
 def test_requests_take_the_lowest_free_index():
     # Programs for few sequences serve the first of the batch.
     scheduler = scheduler_of(3, 16)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from zdc_jax.axes import Array
+from zdc_jax.engine.programs import FlatState
 from zdc_jax.engine.uncompiled import Program
 from zdc_jax.generation.masks import mask_width
 from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Flat, Frontier, SampledTokens, choose
+from zdc_jax.generation.steps import Flat, Frontier, SampledTokens, choose
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 
@@ -27,7 +28,7 @@ SHAPE = "shape"
 
 def list_choosing(
     network: Transformer,
-    state: DecodeState,
+    state: FlatState,
     shaping: Shaping,
     *,
     widths: Sequence[int],
@@ -61,9 +62,9 @@ def list_choosing(
             changes = shaping.counts, shaping.bias, describe(jnp.int32, count, mask_width(vocab))
         inputs = *changes, state.last, state.done, frontier, describe(jnp.int32, count, 1 + WIDTH)
         step = partial(choose_in_batch, step=name, choice=choice)
-        # The counts are updated in place.
-        donated = {"donate_argnums": 1} if is_shaped else {}
-        yield name_choosing(name, choice, is_shaped), program(step, *inputs, **donated)
+        # What is updated stays in its place: CUDA graphs of the next step would change with addresses.
+        donated = (1, 4, 5) if is_shaped else (4, 5)
+        yield name_choosing(name, choice, is_shaped), program(step, *inputs, donate_argnums=donated)
     for width in widths:
         inputs = describe(network.dtype, width, D), describe(jnp.int32, width)
         yield name_score(width), program(_score, *inputs)
@@ -119,6 +120,8 @@ def choose_in_batch(
         )
     shaping = None if counts is None or bias is None else Shaping(counts, bias, mask)
     last, done, chosen, counts = choose(embeddings, last, done, frontier, packed[:, 1:], choice, shaping)
+    # The host keeps the tokens. A copy leaves the frontier's own array free for the next step.
+    chosen = chosen._replace(lengths=jnp.copy(chosen.lengths))
     if step == "first":
         last, done, counts = jax.tree.map(
             lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, row, 0),

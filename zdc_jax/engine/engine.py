@@ -4,11 +4,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
@@ -92,23 +93,53 @@ class EngineConfig:
         return self.max_model_len or positions
 
 
-@dataclass(frozen=True)
+@dataclass
 class _PendingTokens:
     """Tokens that are being copied to the host.
 
     Attributes:
-      chosen: the tokens.
+      calls: the tokens of each program, in order.
       jobs: index in the batch and job of each sequence.
       scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
     """
 
-    chosen: SampledTokens
-    jobs: tuple[tuple[int, Job], ...]
+    calls: list[SampledTokens]
+    jobs: Sequence[tuple[int, Job]]
     scored: tuple[Job, PrefillChunk, Scores] | None = None
+    _shown: int = 0
 
-    def __post_init__(self) -> None:
-        for array in jax.tree.leaves((self.chosen, self.scored and self.scored[2])):
-            array.copy_to_host_async()
+    def show_guides(self) -> None:
+        """Wait for tokens of guided sequences, and show them to their guides."""
+        new, self._shown = self.calls[self._shown :], len(self.calls)
+        guided = [(row, job) for row, job in self.jobs if job.next_guide is not None]
+        for chosen in jax.device_get(new) if guided else ():
+            for row, job in guided:
+                tokens, _ = _take_tokens(chosen, row)
+                job.show_guide(tokens)
+
+    def get(self) -> SampledTokens:
+        """Wait for the tokens of all calls, and join them."""
+        *others, last = calls = jax.device_get(self.calls)
+        if not others:
+            return last
+        new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
+        return SampledTokens(new, sum(chosen.counts for chosen in calls), last.lengths)
+
+
+def _start_copy[T](results: T) -> T:
+    """Start the copy of arrays to the host, and return them."""
+    for array in jax.tree.leaves(results):
+        array.copy_to_host_async()
+    return results
+
+
+def _take_tokens(chosen: SampledTokens, row: int) -> tuple[list[int], bool]:
+    """Return the tokens at index `row`, and whether logits that are not finite end the sequence."""
+    count = int(chosen.counts[row])
+    tokens: list[int] = chosen.tokens[row, :count].tolist()
+    if broken := count > 0 and not chosen.new.finite[row, count - 1]:
+        tokens.pop()
+    return tokens, broken
 
 
 @dataclass
@@ -133,6 +164,13 @@ class _Group:
         """Whether masks are needed, which depend on the tokens of the step before."""
         return any(job.guide is not None for _, job in self.jobs)
 
+    def make_mask(self, vocab: int) -> np.ndarray:
+        """Return the masks of the next tokens of the batch (`make_mask`)."""
+        guides: list[Guide | None] = [None] * len(self.inputs.active)
+        for row, job in self.jobs:
+            guides[row] = job.next_guide
+        return make_mask(guides, vocab)
+
 
 @dataclass
 class _Started:
@@ -140,11 +178,15 @@ class _Started:
 
     Attributes:
       pending: tokens that are being copied to the host.
-      unchosen: sequences whose layers run, but whose tokens need masks of the host, with their frontiers.
+      guided: sequences that need masks of the host. Either their layers run, or nothing is started.
+      frontier: result of their layers; None if nothing is started.
+      steps: decode steps of these sequences.
     """
 
     pending: list[_PendingTokens] = field(default_factory=list)
-    unchosen: list[tuple[_Group, Frontier]] = field(default_factory=list)
+    guided: _Group | None = None
+    frontier: Frontier | None = None
+    steps: int = 1
 
 
 class Engine:
@@ -260,24 +302,23 @@ class Engine:
 
     def _run(self) -> None:
         """Run the engine's thread; however it ends, every job gets its last event."""
-        last = Event(finish_reason="cancelled")
+        failure = None
         try:
             self._work()
         except BaseException as error:  # A tokenizer's panic is not an `Exception`.
             logger.exception("the engine failed and accepts no more requests")
-            last = Event(finish_reason="error", error=f"the engine failed: {error}")
+            failure = f"the engine failed: {error}"
         with self._changed:
             self.closing = True
             self._process_inbox()
         for job in list(self._jobs.values()):
-            job.emit(last)
+            job.end("error" if failure else "cancelled", failure)
         self._jobs.clear()
 
     def _work(self) -> None:
         """Run steps until the engine is stopped.
 
-        While one step runs on the device, the tokens of the previous step are delivered. Guided requests need
-        these tokens for the masks of their next ones. Their layers run meanwhile, and only the choice waits.
+        While one step runs on the device, the tokens of the previous step are delivered.
         """
         pending: list[_PendingTokens] = []
         while True:
@@ -294,9 +335,11 @@ class Engine:
                     pending = []
                 plan = self._next_plan()
                 started = self._start(plan)
-                self._deliver(pending)
-                guided = [self._choose(group, frontier) for group, frontier in started.unchosen]
-                pending = started.pending + guided
+                if started.guided is None:
+                    self._deliver(pending)
+                    pending = started.pending
+                else:
+                    pending = started.pending + self._decode_guided(started, pending)
                 if plan is not None and self._ends_a_lone_text(plan):
                     # The first token need not wait until the next step has been started.
                     self._deliver(pending)
@@ -309,7 +352,7 @@ class Engine:
                 self._fail_running(error)
                 pending = []
         # A process that ends while its device computes is aborted.
-        jax.block_until_ready([each.chosen for each in pending])
+        jax.block_until_ready([each.calls for each in pending])
 
     def _ends_a_lone_text(self, plan: Plan) -> bool:
         """Return whether a step reads the last chunk of a text while nothing else runs."""
@@ -324,7 +367,7 @@ class Engine:
             self._scheduler.add(job.work)
         for job in cancelled:
             if job.work in self._jobs:
-                job.emit(Event(finish_reason="cancelled"))
+                job.end("cancelled")
                 self._remove(job)
 
     def _next_plan(self) -> Plan | None:
@@ -345,11 +388,10 @@ class Engine:
         for work, tail in plan.restored:
             assert work.row is not None
             self._runner.restore_tail(work.row, tail)
-        decoding, slow = self._new_group(), self._new_group()
+        decoding = self._new_group()
         for work in plan.decode:
             assert work.row is not None
-            group = slow if work.one_step and plan.steps > 1 else decoding
-            group.add(work.row, self._jobs[work])
+            decoding.add(work.row, self._jobs[work])
 
         def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
@@ -362,38 +404,53 @@ class Engine:
             for chunk, tokens in zip(chunks, chosen, strict=True):
                 job = self._jobs[chunk.work]
                 scored = None if scores is None else (job, chunk, scores)
-                started.pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
+                jobs = [(0, job)] if chunk.last else []
+                _start_copy((tokens, scores))
+                started.pending.append(_PendingTokens([tokens], jobs, scored))
             if frontier is not None:
-                self._choose_or_wait(decoding, frontier, started)
+                self._decode(decoding, started, 1, frontier)
                 decoding = self._new_group()
-        if decoding.jobs and plan.steps > 1:
-            steps = self._runner.decode(decoding.inputs, plan.steps)
-            started.pending += [_PendingTokens(chosen, tuple(decoding.jobs)) for chosen in steps]
-            decoding = self._new_group()
-        for group in (decoding, slow):
-            if group.jobs:
-                self._choose_or_wait(group, self._runner.advance(group.inputs), started)
+        if decoding.jobs:
+            self._decode(decoding, started, plan.steps)
         return started
 
     def _new_group(self) -> _Group:
         return _Group(self._runner.new_decode_inputs())
 
-    def _choose_or_wait(self, group: _Group, frontier: Frontier, started: _Started) -> None:
-        """Choose the tokens of a group, or leave the choice for later if it needs masks."""
+    def _decode(self, group: _Group, started: _Started, steps: int, frontier: Frontier | None = None) -> None:
+        """Start decoding of a group, or note that it needs masks; `frontier` is that of the first step."""
         if group.is_guided:
-            started.unchosen.append((group, frontier))
+            started.guided, started.frontier, started.steps = group, frontier, steps
+            return
+        if frontier is not None:
+            calls = [self._runner.choose_next(frontier, group.inputs)]
         else:
-            started.pending.append(self._choose(group, frontier))
+            calls = self._runner.decode(group.inputs, steps)
+        started.pending.append(_PendingTokens(_start_copy(calls), group.jobs))
 
-    def _choose(self, group: _Group, frontier: Frontier) -> _PendingTokens:
-        """Choose the next tokens of a group; all earlier tokens of guided requests must be delivered."""
-        mask = None
-        if group.is_guided:
-            guides: list[Guide | None] = [None] * self.config.max_sequences
-            for row, job in group.jobs:
-                guides[row] = None if job.ended else job.guide
-            mask = make_mask(guides, self.model.config.vocab_size)
-        return _PendingTokens(self._runner.choose_next(frontier, group.inputs, mask), tuple(group.jobs))
+    def _decode_guided(self, started: _Started, pending: list[_PendingTokens]) -> list[_PendingTokens]:
+        """Decode sequences one step at a time, since masks depend on the tokens of the step before.
+
+        While the layers of a step run on the device, the host makes the masks for the choice of its tokens,
+        and delivers a part of the `pending` tokens. The tokens of all steps are delivered together.
+        """
+        group, frontier = started.guided, started.frontier
+        assert group is not None
+        started.frontier = None
+        calls: list[SampledTokens] = []
+        # Each part is delivered in a step of its own.
+        parts = [_PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
+        for step in range(started.steps):
+            if frontier is None:
+                frontier = self._runner.advance(group.inputs)
+            self._deliver(pending[step :: started.steps])
+            for part in (*pending, *parts):
+                part.show_guides()
+            mask = group.make_mask(self.model.config.vocab_size)
+            calls.append(_start_copy(self._runner.choose_next(frontier, group.inputs, mask)))
+            # Its memory must be free for the next one, or CUDA graphs are updated.
+            frontier = None
+        return parts
 
     def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:
         """Build the runner's inputs for a chunk, and update statistics."""
@@ -420,7 +477,8 @@ class Engine:
     def _deliver(self, results: list[_PendingTokens]) -> None:
         """Wait for pending tokens and pass them to their jobs."""
         for result in results:
-            chosen = jax.device_get(result.chosen)
+            result.show_guides()
+            chosen = result.get()
             if result.scored is not None:
                 scored_job, chunk, scores = result.scored
                 scored_job.add_scores(chunk.begin, chunk.end, jax.device_get(scores))
@@ -431,15 +489,13 @@ class Engine:
 
     def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
         """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
-        new = jax.tree.map(lambda part: part[row], chosen.new)
-        tokens = new.token[: chosen.counts[row]].tolist()
-        if broken := not new.finite[len(tokens) - 1]:
-            tokens.pop()
+        tokens, broken = _take_tokens(chosen, row)
+        scores = jax.tree.map(lambda part: part[row], chosen.new.scores)
         try:
-            device_knows = bool(tokens) and job.add_tokens(tokens, new.scores)
+            device_knows = bool(tokens) and job.add_tokens(tokens, scores)
         except PromptError as error:
             logger.warning("request %s ends with an error: %s", job.request.id, error)
-            job.emit(Event(finish_reason="error", error=str(error)))
+            job.end("error", str(error))
             device_knows = False
         if broken:
             self._fail_broken(job)
@@ -453,7 +509,7 @@ class Engine:
         """
         error = NonFiniteError("logits are", self._runner.dtype)
         logger.error("request %s failed: %s", job.request.id, error)
-        job.emit(Event(finish_reason="error", error=str(error)))
+        job.end("error", str(error))
         with self._changed:
             pages = self._scheduler.forget(job.work)
         assert job.work.row is not None
@@ -474,7 +530,7 @@ class Engine:
             for work in waiting:
                 self._scheduler.add(work)
         for work in running:
-            self._jobs.pop(work).emit(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
+            self._jobs.pop(work).end("error", f"{type(error).__name__}: {error}")
         self._runner.reset()
 
     def _count(self, **increments: int) -> None:

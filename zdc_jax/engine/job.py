@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class Job:
         self.work = Work(request.prompt, request.max_tokens, request.priority, request.salt)
         self.work.output += request.generated
         self.work.skips_cache = self._to_score > 0
-        self.work.one_step = request.sampling.is_shaped  # Only programs of one step change logits.
         self.stop_ids = resolve_stop_ids(model, request)
         self.guide = Guide.of(model, request.sampling, self.stop_ids, request.min_tokens)
         self.answer = OutputSequence(
@@ -69,6 +68,8 @@ class Job:
             min_tokens=request.min_tokens,
             guide=self.guide,
         )
+        self._accepted = 0
+        self._refused: PromptError | None = None
         self._resume(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
         self.numbers = pack_parameters(
@@ -96,6 +97,13 @@ class Job:
         """Whether the logits are changed before a token is chosen."""
         return self.request.sampling.is_shaped
 
+    @property
+    def next_guide(self) -> Guide | None:
+        """Guide of the next token; None if there is none, or if no further token counts."""
+        if self.guide is None or self.ended or self._refused is not None or self.guide.is_complete:
+            return None
+        return self.guide
+
     def first_shaping(self) -> SequenceShaping | None:
         """Return the changes of logits after the prompt and the answer so far."""
         if not self.is_shaped:
@@ -110,21 +118,28 @@ class Job:
     def cancel(self) -> None:
         self._cancel(self)
 
-    def emit(self, event: Event) -> None:
-        """Send an event to the listener, unless the last event was sent before."""
+    def end(self, reason: Literal["cancelled", "error"], error: str | None = None) -> None:
+        """Send the last event to the listener, unless it was sent before."""
+        self._emit(finish_reason=reason, error=error)
+
+    def _emit(self, **fields: Any) -> None:
+        """Send an event with these fields to the listener, unless the last event was sent before."""
         if self.ended:
             return
-        self.ended = event.finish_reason is not None
-        if not self._prompt_reported:
-            event = replace(event, prompt_logprobs=tuple(self._prompt_logprobs))
+        self.ended = fields.get("finish_reason") is not None
+        scores = () if self._prompt_reported else tuple(self._prompt_logprobs)
         self._prompt_reported = True
+        event = Event(**fields, prompt_logprobs=scores, cached_tokens=self.work.cached, queued=self.queued)
         try:
-            self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
+            self.notify(event)
         except Exception:
             logger.exception("the event callback of request %s failed", self.request.id)
 
     def _resume(self, tokens: tuple[int, ...]) -> None:
         """Add tokens reported by another engine; raise `PromptError` if the answer ends with them."""
+        if self.guide is not None:
+            self.guide.accept(tokens)
+            self._accepted = len(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
             self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
         if self.answer.finish_reason is not None:
@@ -144,24 +159,51 @@ class Job:
         following = self._to_logprobs(self.request.prompt[begin + 1 : end + 1], scores)
         self._prompt_logprobs += following[len(self._prompt_logprobs) - begin - 1 :]
 
+    def show_guide(self, tokens: Sequence[int]) -> None:
+        """Show new tokens to the guide, which needs them for the next mask, before they are delivered.
+
+        Tokens after a complete answer, or after one that the guide refuses, are ignored.
+        """
+        for token in tokens:
+            if (guide := self.next_guide) is None:
+                return
+            try:
+                guide.accept([token])
+            except PromptError as error:
+                self._refused = error
+            else:
+                self._accepted += 1
+
     def add_tokens(self, tokens: list[int], scores: Scores | None) -> bool:
         """Add new tokens and send an event.
 
         Args:
-          tokens: new token ids.
+          tokens: new token ids. A guide has seen them (`show_guide`).
           scores: their log-probabilities, if the request asked for them.
 
         Returns:
           Whether the device, too, knows that these tokens end the answer.
+
+        Raises:
+          PromptError: the guide refuses one of them, or the tokenizer cannot decode them.
         """
         work = self.work
         work.output += tokens
         full = len(work.output) >= work.max_tokens
+        if self._refused is not None:
+            raise self._refused
+        if self.guide is not None:
+            tokens = tokens[: self._accepted - len(self.answer.tokens)]
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
             delta = self.answer.append(tokens, full=full)
         if delta is not None:
             shown = self._to_logprobs(delta.tokens, scores)
-            self.emit(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
+            self._emit(
+                tokens=delta.tokens,
+                text=delta.text,
+                finish_reason=delta.finish_reason,
+                logprobs=tuple(shown),
+            )
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 
     def _to_logprobs(self, tokens: Sequence[int], scores: Scores | None) -> list[TokenLogprobs]:

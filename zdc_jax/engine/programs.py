@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
@@ -45,19 +46,67 @@ class PrefillState(NamedTuple):
     tails: list[Array]
 
 
-def with_table[S: (DecodeState, PrefillState)](state: S, table: Array | None) -> S:
-    """Return a state with the page table of its cache replaced."""
-    if isinstance(state, PrefillState):
-        return state._replace(batch=with_table(state.batch, table))
-    return state._replace(cache=replace(state.cache, table=table))
+class FlatState(NamedTuple):
+    """A `DecodeState` between two programs: its cache is flattened, without the page table.
+
+    Attributes:
+      cache: KV cache.
+      last: newest token of each sequence, [B] int32.
+      done: whether that token is a stop token, [B] bool.
+    """
+
+    cache: Flat[KVCache]
+    last: Array
+    done: Array
+
+    @classmethod
+    def of(cls, state: DecodeState) -> "FlatState":
+        """Flatten a state."""
+        return cls(Flat.of(replace(state.cache, table=None)), state.last, state.done)
+
+    def with_table(self, table: Array | None) -> DecodeState:
+        """Return the whole state with a page table."""
+        return DecodeState(replace(self.cache.whole, table=table), self.last, self.done)
 
 
-def run_step[S: (DecodeState, PrefillState)](
-    step: Callable[..., tuple[S, Any]], flat: Flat[Transformer], state: S, table: Array, packed: Array
-) -> tuple[S, Any]:
-    """Run a step with the page table in its state; return the state without it, and the result."""
-    state, result = step(flat.whole, with_table(state, table), packed)
-    return with_table(state, None), result
+class FlatPrefillState(NamedTuple):
+    """A `PrefillState` between two programs."""
+
+    batch: FlatState
+    tails: Flat[list[Array]]
+
+    @classmethod
+    def of(cls, state: PrefillState) -> "FlatPrefillState":
+        """Flatten a state."""
+        return cls(FlatState.of(state.batch), Flat.of(state.tails))
+
+    def with_table(self, table: Array | None) -> PrefillState:
+        """Return the whole state with a page table."""
+        return PrefillState(self.batch.with_table(table), self.tails.whole)
+
+
+def decode_flat(
+    step: Callable[..., tuple[DecodeState, Any]],
+    flat: Flat[Transformer],
+    state: FlatState,
+    table: Array,
+    packed: Array,
+) -> tuple[FlatState, Any]:
+    """Run a step of decoding with a page table; return the state and the result."""
+    new, result = step(flat.whole, state.with_table(table), packed)
+    return FlatState.of(new), result
+
+
+def prefill_flat(
+    step: Callable[..., tuple[PrefillState, Any]],
+    flat: Flat[Transformer],
+    state: FlatPrefillState,
+    table: Array,
+    packed: Array,
+) -> tuple[FlatPrefillState, Any]:
+    """Run a step of prefill with a page table; return the state and the result."""
+    new, result = step(flat.whole, state.with_table(table), packed)
+    return FlatPrefillState.of(new), result
 
 
 def prefill_chunk(
@@ -152,18 +201,18 @@ def decode_loop(
     return state.with_first(some), chosen
 
 
-def restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
+def restore_tail(cache: Flat[KVCache], tails: Flat[list[Array]], pair: Array) -> Flat[KVCache]:
     """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
-    row, tail = pair
-    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails, state.cache.own, strict=True)]
-    return state._replace(cache=state.cache.with_own(own))
+    (row, tail), whole = pair, cache.whole
+    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails.whole, whole.own, strict=True)]
+    return Flat.of(whole.with_own(own))
 
 
-def clear(state: DecodeState, row: Array, pages: Array) -> DecodeState:
+def clear(cache: Flat[KVCache], row: Array, pages: Array) -> Flat[KVCache]:
     """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
-    cache = state.cache
-    cache = cache.with_own([leaf.at[row].set(0) for leaf in cache.own])
-    return state._replace(cache=cache.with_pools([pool.at[pages].set(0) for pool in cache.pools]))
+    whole = cache.whole
+    whole = whole.with_own([leaf.at[row].set(0) for leaf in whole.own])
+    return Flat.of(whole.with_pools([pool.at[pages].set(0) for pool in whole.pools]))
 
 
 def _put_tails(tails: list[Array], own: Sequence[Array], slots: Array) -> list[Array]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import free_device_bytes
+from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
@@ -30,15 +30,17 @@ from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
-    PrefillState,
+    FlatPrefillState,
+    FlatState,
     clear,
+    decode_flat,
     decode_loop,
     decode_once,
     prefill_and_decode,
     prefill_chunk,
+    prefill_flat,
     prefill_whole,
     restore_tail,
-    run_step,
 )
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.engine.uncompiled import Program
@@ -139,8 +141,8 @@ class Runner:
         widest = self._widths[0]
         several = MAX_CHUNKS * (1 + (widest > 2 * LONGEST_OF_SEVERAL)) if self.together and not apart else 1
         self.grouping = Grouping(several, widest, min(widest, LONGEST_OF_SEVERAL), self._pad_width)
-        self._state: DecodeState
-        self._tails: list[Array]
+        self._state: FlatState
+        self._tails: Flat[list[Array]]
         self._shaping: Shaping
         self.reset()
         self._programs = compile_all(dict(self._list_programs()))
@@ -152,12 +154,12 @@ class Runner:
             del self._state, self._tails, self._shaping  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
-        self._state = DecodeState.of(cache, self._where)
+        self._state = FlatState.of(DecodeState.of(cache, self._where))
 
         def allocate_tails(x: Array) -> Array:
             return jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
 
-        self._tails = list(map(allocate_tails, cache.own)) if layout.tails else []
+        self._tails = Flat.of(list(map(allocate_tails, cache.own)) if layout.tails else [])
         vocab = network.config.vocab_size
         self._shaping = Shaping(
             counts=jnp.zeros((layout.rows, vocab), jnp.int32, device=self._where),
@@ -188,14 +190,16 @@ class Runner:
         padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
         padded[: len(pages)] = pages
         if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
-            program = _update(clear, self._state, np.int32(row), padded)
+            program = _update(clear, self._state.cache, np.int32(row), padded)
             self._programs["clear"] = program.compile()
-        self._state = self._programs["clear"](self._state, np.int32(row), padded)
+        cache = self._programs["clear"](self._state.cache, np.int32(row), padded)
+        self._state = self._state._replace(cache=cache)
 
     def restore_tail(self, row: int, tail: int) -> None:
         """Copy a snapshot to a sequence's state outside pages."""
         pair = np.array([row, tail], np.int32)
-        self._state = self._programs["restore tail"](self._state, self._tails, pair)
+        cache = self._programs["restore tail"](self._state.cache, self._tails, pair)
+        self._state = self._state._replace(cache=cache)
 
     def prefill(
         self, chunks: Sequence[ChunkInputs], decoding: DecodeInputs
@@ -223,7 +227,7 @@ class Runner:
         else:
             name = _name_prefill(width)
         (self._state, self._tails), (frontiers, hidden, others) = self._programs[name](
-            self._flat, PrefillState(self._state, self._tails), self._send_table(), packed
+            self._flat, FlatPrefillState(self._state, self._tails), self._send_table(), packed
         )
         advanced = others if decodes and self.together else None
         pairs = zip(chunks, frontiers, strict=False)
@@ -238,9 +242,10 @@ class Runner:
     def decode(self, inputs: DecodeInputs, steps: int) -> list[SampledTokens]:
         """Decode `steps` tokens of each active sequence that has not ended.
 
-        They are one program if `steps` is `self.steps`, and one program for each step otherwise.
+        They are one program if `steps` is `self.steps` and no logits are changed, and otherwise two programs
+        for each step.
         """
-        if steps == self.steps > 1:
+        if steps == self.steps > 1 and not inputs.is_shaped:
             last = int(np.flatnonzero(inputs.active)[-1])
             count = next(count for count in self._row_counts if count > last)
             packed = self._send(inputs.pack(count))
@@ -343,11 +348,11 @@ class Runner:
         )
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            yield "restore tail", _update(restore_tail, self._state, self._tails, pair)
+            yield "restore tail", _update(restore_tail, self._state.cache, self._tails, pair)
 
         def prefill(step: Callable[..., Any], *lengths: int) -> Program:
-            state = PrefillState(self._state, self._tails)
-            return self._step(step, PREFILL_OPTIONS, state, sum(lengths))
+            state = FlatPrefillState(self._state, self._tails)
+            return self._step(partial(prefill_flat, step), PREFILL_OPTIONS, state, sum(lengths))
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
@@ -363,10 +368,11 @@ class Runner:
         for width in self._list_alone_widths() if self.together else self._widths:
             yield _name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
-        yield "decode", self._step(decode_once, options, self._state, layout.rows, 1 + WIDTH)
+        once = partial(decode_flat, decode_once)
+        yield "decode", self._step(once, options, self._state, layout.rows, 1 + WIDTH)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
-            loop = partial(decode_loop, self.steps, choice)
+            loop = partial(decode_flat, partial(decode_loop, self.steps, choice))
             name = _name_decode_loop(count, choice)
             yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
 
@@ -375,18 +381,19 @@ class Runner:
         doublings = range((self.alone // self._widths[0]).bit_length() + 1)
         return sorted({min(self._widths[0] << i, self.alone) for i in doublings}, reverse=True)
 
-    def _step[S: (DecodeState, PrefillState)](
-        self, step: Callable[..., Any], options: dict[str, Any], state: S, *packed_shape: int
+    def _step(
+        self,
+        step: Callable[..., Any],
+        options: dict[str, Any],
+        state: FlatState | FlatPrefillState,
+        *packed_shape: int,
     ) -> Program:
-        """Return a program of layers whose packed inputs have this shape.
-
-        `state` is what the step updates, the state of the batch alone or with the snapshots.
-        """
+        """Return a program of layers whose packed inputs have this shape; it updates `state`."""
         describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
         arguments = self._flat, state, describe(self._pages.shape), describe(packed_shape)
         shardings = _get_shardings(state), self._where
         given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
-        return Program(partial(run_step, step), arguments, given)
+        return Program(step, arguments, given)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
@@ -444,10 +451,10 @@ def _get_shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _update(function: Callable[..., Any], state: DecodeState, *inputs: Any) -> Program:
-    """Return a program that updates the state in place."""
-    options = {"donate_argnums": 0, "out_shardings": _get_shardings(state)}
-    return Program(function, (state, *inputs), options)
+def _update(function: Callable[..., Any], cache: Flat[KVCache], *inputs: Any) -> Program:
+    """Return a program that updates the cache in place."""
+    options = {"donate_argnums": 0, "out_shardings": _get_shardings(cache)}
+    return Program(function, (cache, *inputs), options)
 
 
 def servable(network: Transformer) -> Transformer:

@@ -21,17 +21,10 @@ from dataclasses import dataclass, field
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
 
-STEPS_GIVEN_UP = 2
-"""Most decode steps of a plan that are given up for a request which takes one at a time (decision 0031).
-
-A step of its own would take the device as long as one of all. More steps are for models whose steps are too
-short for the host.
-"""
-
 
 @dataclass(eq=False)
 class Work:
-    """Scheduling state of one request. Only the scheduler changes the attributes after `one_step`.
+    """Scheduling state of one request. Only the scheduler changes the attributes after `skips_cache`.
 
     Attributes:
       prompt: token ids of the prompt.
@@ -40,7 +33,6 @@ class Work:
       salt: pages are shared only between requests with the same salt.
       output: tokens generated so far.
       skips_cache: prefill the whole text, in chunks, without shared pages.
-      one_step: decode one step of this request even where a plan has several.
       row: index in the batch; None while the request waits.
       text: tokens to prefill: the prompt, and after a preemption the output so far.
       keys: keys of the whole pages of `text`.
@@ -59,7 +51,6 @@ class Work:
     salt: str = ""
     output: list[int] = field(default_factory=list)
     skips_cache: bool = False
-    one_step: bool = False
     row: int | None = None
     text: tuple[int, ...] = ()
     keys: list[bytes] = field(default_factory=list)
@@ -114,7 +105,7 @@ class Plan:
       restored: requests that continue from a snapshot, with its slot.
       chunks: chunks to prefill, in order.
       decode: requests to decode, together with a chunk or after the chunks.
-      steps: decode steps of each request in `decode`, except for 1 of those with `one_step`.
+      steps: decode steps of each request in `decode`.
       changed: requests whose pages changed.
     """
 
@@ -170,8 +161,7 @@ class Scheduler:
       pages: number of pages, enough for any single request.
       page: tokens of a page.
       alignment: chunks start at multiples of this.
-      steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1. Requests of
-        `one_step` make it 1, too, if it is at most `STEPS_GIVEN_UP`.
+      steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1.
       reuse: share pages between texts.
       tails: number of snapshots; None if sequences have no state outside pages.
       cuts: end chunks where snapshots are taken. Otherwise a chunk has at most one snapshot, anywhere.
@@ -260,11 +250,9 @@ class Scheduler:
         prefilling = {chunk.work for chunk in chunks}  # Their first tokens are known only after the step.
         candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
         ready = sorted(candidates, key=_get_urgency)
-        remaining = [work.max_tokens - work.promised for work in ready if not work.one_step]
-        together = self.steps <= STEPS_GIVEN_UP and len(remaining) < len(ready)
-        single = chunks or self.waiting or together
-        steps = 1 if single else min(self.steps, max(remaining, default=1))
-        decode = tuple(work for work in ready if self._promise(work, 1 if work.one_step else steps))
+        longest = max((work.max_tokens - work.promised for work in ready), default=1)
+        steps = 1 if chunks or self.waiting else min(self.steps, longest)
+        decode = tuple(work for work in ready if self._promise(work, steps))
         if not chunks and not decode:
             return None
         return Plan(restored, chunks, decode, steps, tuple(self._changed))

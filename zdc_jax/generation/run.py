@@ -266,6 +266,7 @@ class Run:
 
         Raises:
           NonFiniteError: a sequence goes on, but its last logits are not finite.
+          PromptError: a guide allowed no token for the newest one.
         """
         finite = np.asarray(result.new.finite)
         for sequence, chosen, new in zip(self.sequences, self.chosen, self._record(result), strict=True):
@@ -273,7 +274,10 @@ class Run:
                 continue
             broken = not finite[sequence.index, len(new) - 1]
             full = not broken and len(chosen) >= self.request.max_new_tokens
-            delta = sequence.append(new[: len(new) - broken], full=full)
+            tokens = new[: len(new) - broken]
+            if sequence.guide is not None:
+                sequence.guide.accept(tokens)
+            delta = sequence.append(tokens, full=full)
             if delta is not None:
                 yield delta
             if broken and sequence.finish_reason is None:

@@ -84,17 +84,12 @@ class OutputSequence:
     def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
         """Add new tokens and return what can be shown now, or None for nothing.
 
-        Must not be called after the sequence has ended.
+        Must not be called after the sequence has ended. Its guide must have accepted the tokens.
 
         Args:
           tokens: new token ids; only the last one may be a stop token.
           full: whether the sequence has reached its token limit.
-
-        Raises:
-          PromptError: the guide allowed no token for the newest one.
         """
-        if self.guide is not None:
-            self.guide.accept(tokens)
         before = len(self.tokens)
         stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
         if (end := self._add_until_stop(tokens[:-1] if stopped else tokens)) is not None:

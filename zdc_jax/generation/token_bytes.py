@@ -31,10 +31,14 @@ class TokenBytes:
         self._steps = list(_list_steps(tokenizer.decoder))
         self._read = self._choose_reader()
         self._known: dict[int, tuple[bytes, bytes]] = {}
+        self._has_text: dict[int, bool] = {}  # Every token of every answer is looked up.
 
     def has_text(self, token: int) -> bool:
         """Return whether a token is part of a text: neither special nor outside the vocabulary."""
-        return token not in self._special and self._tokenizer.id_to_token(token) is not None
+        if (known := self._has_text.get(token)) is None:
+            known = token not in self._special and self._tokenizer.id_to_token(token) is not None
+            self._has_text[token] = known
+        return known
 
     def get(self, token: int, *, first: bool) -> bytes:
         """Return the bytes of a token: parts of UTF-8 text, or the name of a special token.
