@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -93,17 +94,29 @@ class EngineConfig:
         return self.max_model_len or positions
 
 
+class _Call:
+    """Tokens of one program, which are being copied to the host."""
+
+    def __init__(self, chosen: SampledTokens):
+        self.on_device = _start_copy(chosen)
+
+    @cached_property
+    def tokens(self) -> SampledTokens:
+        """The tokens as NumPy arrays, once they are there."""
+        return jax.device_get(self.on_device)
+
+
 @dataclass
 class _PendingTokens:
     """Tokens that are being copied to the host.
 
     Attributes:
-      calls: the tokens of each program, in order.
+      calls: the programs that choose them, in order.
       jobs: index in the batch and job of each sequence.
       scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
     """
 
-    calls: list[SampledTokens]
+    calls: list[_Call]
     jobs: Sequence[tuple[int, Job]]
     scored: tuple[Job, PrefillChunk, Scores] | None = None
     _shown: int = 0
@@ -112,14 +125,14 @@ class _PendingTokens:
         """Wait for tokens of guided sequences, and show them to their guides."""
         new, self._shown = self.calls[self._shown :], len(self.calls)
         guided = [(row, job) for row, job in self.jobs if job.next_guide is not None]
-        for chosen in jax.device_get(new) if guided else ():
+        for call in new if guided else ():
             for row, job in guided:
-                tokens, _ = _take_tokens(chosen, row)
+                tokens, _ = _take_tokens(call.tokens, row)
                 job.show_guide(tokens)
 
-    def get(self) -> SampledTokens:
+    def wait(self) -> SampledTokens:
         """Wait for the tokens of all calls, and join them."""
-        *others, last = calls = jax.device_get(self.calls)
+        *others, last = calls = [call.tokens for call in self.calls]
         if not others:
             return last
         new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
@@ -352,7 +365,7 @@ class Engine:
                 self._fail_running(error)
                 pending = []
         # A process that ends while its device computes is aborted.
-        jax.block_until_ready([each.calls for each in pending])
+        jax.block_until_ready([call.on_device for each in pending for call in each.calls])
 
     def _ends_a_lone_text(self, plan: Plan) -> bool:
         """Return whether a step reads the last chunk of a text while nothing else runs."""
@@ -405,8 +418,8 @@ class Engine:
                 job = self._jobs[chunk.work]
                 scored = None if scores is None else (job, chunk, scores)
                 jobs = [(0, job)] if chunk.last else []
-                _start_copy((tokens, scores))
-                started.pending.append(_PendingTokens([tokens], jobs, scored))
+                _start_copy(scores)
+                started.pending.append(_PendingTokens([_Call(tokens)], jobs, scored))
             if frontier is not None:
                 self._decode(decoding, started, 1, frontier)
                 decoding = self._new_group()
@@ -426,7 +439,7 @@ class Engine:
             calls = [self._runner.choose_next(frontier, group.inputs)]
         else:
             calls = self._runner.decode(group.inputs, steps)
-        started.pending.append(_PendingTokens(_start_copy(calls), group.jobs))
+        started.pending.append(_PendingTokens(list(map(_Call, calls)), group.jobs))
 
     def _decode_guided(self, started: _Started, pending: list[_PendingTokens]) -> list[_PendingTokens]:
         """Decode sequences one step at a time, since masks depend on the tokens of the step before.
@@ -436,8 +449,7 @@ class Engine:
         """
         group, frontier = started.guided, started.frontier
         assert group is not None
-        started.frontier = None
-        calls: list[SampledTokens] = []
+        calls: list[_Call] = []
         # Each part is delivered in a step of its own.
         parts = [_PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
         for step in range(started.steps):
@@ -447,8 +459,7 @@ class Engine:
             for part in (*pending, *parts):
                 part.show_guides()
             mask = group.make_mask(self.model.config.vocab_size)
-            calls.append(_start_copy(self._runner.choose_next(frontier, group.inputs, mask)))
-            # Its memory must be free for the next one, or CUDA graphs are updated.
+            calls.append(_Call(self._runner.choose_next(frontier, group.inputs, mask)))
             frontier = None
         return parts
 
@@ -478,7 +489,7 @@ class Engine:
         """Wait for pending tokens and pass them to their jobs."""
         for result in results:
             result.show_guides()
-            chosen = result.get()
+            chosen = result.wait()
             if result.scored is not None:
                 scored_job, chunk, scores = result.scored
                 scored_job.add_scores(chunk.begin, chunk.end, jax.device_get(scores))

@@ -97,6 +97,24 @@ def decode_flat(
     return FlatState.of(new), result
 
 
+def advance_in_place(
+    flat: Flat[Transformer],
+    cache: Flat[KVCache],
+    earlier: Frontier,
+    last: Array,
+    done: Array,
+    table: Array,
+    packed: Array,
+) -> tuple[Flat[KVCache], Frontier]:
+    """Run `decode_once` with a page table; the result takes the place of an earlier one.
+
+    The step is a CUDA graph. If all its arrays keep their places, it starts without an update.
+    """
+    state = FlatState(cache, last, done).with_table(table)
+    new, frontier = decode_once(flat.whole, state, packed)
+    return FlatState.of(new).cache, frontier
+
+
 def prefill_flat(
     step: Callable[..., tuple[PrefillState, Any]],
     flat: Flat[Transformer],

@@ -32,10 +32,10 @@ from zdc_jax.engine.programs import (
     CHUNK_HEADER,
     FlatPrefillState,
     FlatState,
+    advance_in_place,
     clear,
     decode_flat,
     decode_loop,
-    decode_once,
     prefill_and_decode,
     prefill_chunk,
     prefill_flat,
@@ -143,6 +143,7 @@ class Runner:
         self.grouping = Grouping(several, widest, min(widest, LONGEST_OF_SEVERAL), self._pad_width)
         self._state: FlatState
         self._tails: Flat[list[Array]]
+        self._frontier: Frontier
         self._shaping: Shaping
         self.reset()
         self._programs = compile_all(dict(self._list_programs()))
@@ -151,7 +152,7 @@ class Runner:
     def reset(self) -> None:
         """Replace the cache with an empty one, in new arrays."""
         if hasattr(self, "_state"):
-            del self._state, self._tails, self._shaping  # Two caches may not fit.
+            del self._state, self._tails, self._frontier, self._shaping  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = FlatState.of(DecodeState.of(cache, self._where))
@@ -160,6 +161,8 @@ class Runner:
             return jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
 
         self._tails = Flat.of(list(map(allocate_tails, cache.own)) if layout.tails else [])
+        hidden = jnp.zeros((layout.rows, network.config.embed_dim), network.dtype, device=self._where)
+        self._frontier = Frontier(hidden, *(jnp.copy(x) for x in (self._state.done, cache.lengths)))
         vocab = network.config.vocab_size
         self._shaping = Shaping(
             counts=jnp.zeros((layout.rows, vocab), jnp.int32, device=self._where),
@@ -253,9 +256,15 @@ class Runner:
         return [self.choose_next(self.advance(inputs), inputs) for _ in range(steps)]
 
     def advance(self, inputs: DecodeInputs) -> Frontier:
-        """Run the layers of one decode step of all active sequences."""
-        frontier: Frontier = self._run_step("decode", self._send(inputs.pack()))
-        return frontier
+        """Run the layers of one decode step of all active sequences.
+
+        The result is valid until the next call, which writes to the same arrays.
+        """
+        cache, *others = self._state
+        given = cache, self._frontier, *others, self._send_table(), self._send(inputs.pack())
+        cache, self._frontier = self._programs["decode"](self._flat, *given)
+        self._state = self._state._replace(cache=cache)
+        return self._frontier
 
     def choose_next(
         self, frontier: Frontier, inputs: DecodeInputs, mask: np.ndarray | None = None
@@ -368,8 +377,12 @@ class Runner:
         for width in self._list_alone_widths() if self.together else self._widths:
             yield _name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
-        once = partial(decode_flat, decode_once)
-        yield "decode", self._step(once, options, self._state, layout.rows, 1 + WIDTH)
+        cache, *others = self._state
+        numbers = self._describe(self._pages.shape), self._describe((layout.rows, 1 + WIDTH))
+        arguments = self._flat, cache, self._frontier, *others, *numbers
+        given = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
+        given["out_shardings"] = _get_shardings((cache, self._frontier))
+        yield "decode", Program(advance_in_place, arguments, given)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
             loop = partial(decode_flat, partial(decode_loop, self.steps, choice))
@@ -389,11 +402,14 @@ class Runner:
         *packed_shape: int,
     ) -> Program:
         """Return a program of layers whose packed inputs have this shape; it updates `state`."""
-        describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
-        arguments = self._flat, state, describe(self._pages.shape), describe(packed_shape)
+        arguments = self._flat, state, self._describe(self._pages.shape), self._describe(packed_shape)
         shardings = _get_shardings(state), self._where
         given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
         return Program(step, arguments, given)
+
+    def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Describe numbers that the host sends."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._where)
 
     def _check_memory(self) -> None:
         """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
