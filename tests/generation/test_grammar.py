@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from zdc_jax import Grammar, LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import PromptError
 from zdc_jax.generation import grammar
 from zdc_jax.generation.grammar import compile_grammar, warm_up
-from zdc_jax.generation.guide import Guide
+from zdc_jax.generation.guide import Guide, make_mask
 from zdc_jax.plan import CompressionPlan
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1])
@@ -105,6 +106,26 @@ def test_random_walks_belong_to_the_grammar(model, name):
     texts = [walk(Guide.of(model, Sampling(grammar=GRAMMARS[name]), (STOP,)), seed) for seed in range(20)]
     assert all(belongs(name, text) for text in texts)
     assert len(set(texts)) > 1
+
+
+def test_threads_make_slow_masks(model, monkeypatch):
+    # The matchers of a grammar are copies of several.
+    guides = [Guide.of(model, Sampling(grammar=Grammar.regex("[ab]{1,6}")), (STOP,)) for _ in range(20)]
+    for guide in guides[::3]:
+        guide.accept([model.tokenizer.token_to_id("a")] * 6)
+    expected, threads, mask = make_mask(guides, 97), [], Guide.mask
+    assert len({row.tobytes() for row in expected}) == 2
+    assert len({row.tobytes() for row in expected[::3]}) == 1
+
+    def noted(guide):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return mask(guide)
+
+    monkeypatch.setattr(Guide, "mask", noted)
+    for index, guide in enumerate(guides):
+        guide.is_slow = index > 0
+    np.testing.assert_array_equal(make_mask(guides, 97), expected)
+    assert sorted(threads) == [False] * 19 + [True]
 
 
 def test_stop_tokens_wait_for_the_least_tokens(model):

@@ -136,7 +136,8 @@ class _PendingTokens:
         if not others:
             return last
         new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
-        return SampledTokens(new, sum(chosen.counts for chosen in calls), last.lengths)
+        counts: Any = np.sum([chosen.counts for chosen in calls], axis=0)
+        return SampledTokens(new, counts, last.lengths)
 
 
 def _start_copy[T](results: T) -> T:

@@ -8,10 +8,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,10 @@ from zdc_jax.loading import TextModel
 MAX_SOURCE = 2**19
 """Most characters of a grammar."""
 CACHED_GRAMMARS = 128
+MOST_ORIGINALS = 8
+"""Most matchers of one grammar that are compiled apart, so that threads can make masks at the same time."""
+QUICK_SECONDS = 0.01
+"""Time within which a grammar compiles that may be compiled several times."""
 START_SECONDS = 60
 """Seconds that the process which tries grammars may take to start."""
 END = "<|end of grammar|>"
@@ -114,7 +118,7 @@ class Matcher:
     def mask(self) -> tuple[np.ndarray, str]:
         """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''.
 
-        Threads gain little for answers to one grammar, whose matchers share a lock (decision 0031).
+        Other threads may run meanwhile. Matchers that were copied from each other share a lock.
         """
         pointer, size = self._mask.ctypes.data, self._mask.nbytes
         self._matcher.unsafe_compute_mask_ptr(pointer, size)
@@ -143,6 +147,31 @@ def warm_up(model: TextModel) -> None:
     """Start what compiling needs, which takes seconds, unless it is not installed."""
     with suppress(PromptError):
         compile_grammar(model, Grammar.choice(["a"]))
+
+
+class _Originals:
+    """Matchers of one grammar to copy.
+
+    Copies of one matcher share a lock, so that threads cannot make their masks at the same time. A grammar
+    that compiles quickly has several matchers, copied in turns.
+
+    Args:
+      compile: function that compiles the grammar.
+    """
+
+    def __init__(self, compile: Callable[[], Any]):
+        began = time.perf_counter()
+        self._compile, self._all, self._lock = compile, [compile()], threading.Lock()
+        self._most = MOST_ORIGINALS if time.perf_counter() - began < QUICK_SECONDS else 1
+        self._taken = 0
+
+    def copy(self) -> Any:
+        """Return a copy in the first state of the grammar."""
+        with self._lock:
+            index, self._taken = self._taken % self._most, self._taken + 1
+            if index == len(self._all):
+                self._all.append(self._compile())
+            return self._all[index].deep_copy()
 
 
 class GrammarCompiler:
@@ -184,13 +213,15 @@ class GrammarCompiler:
         result = self._compile(grammar)
         if isinstance(result, str):
             raise PromptError(result)
-        return result.deep_copy()
+        return result.copy()
 
-    def _compile_new(self, grammar: Grammar) -> Any:
-        """Return a matcher to copy, or an error message."""
+    def _compile_new(self, grammar: Grammar) -> "_Originals | str":
+        """Return matchers to copy, or an error message."""
         error = self._try(grammar)
         if error is None:
-            return self._library.new_matcher(self._tokenizer, grammar.kind, grammar.source)
+            return _Originals(
+                partial(self._library.new_matcher, self._tokenizer, grammar.kind, grammar.source)
+            )
         cause = " ".join(str(error).split())  # In one line, without the drawing of the place.
         return f"{grammar.kind}={grammar.source!r:.80} cannot be used: {cause}"
 

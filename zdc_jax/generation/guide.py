@@ -1,6 +1,9 @@
 """Masks of a sequence's next token that depend on its answer so far, computed on the host."""
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -11,6 +14,11 @@ from zdc_jax.generation.masks import ALL, clear_bit, full_mask, pack_mask, set_b
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.shaping import bad_word_ids, token_biases
 from zdc_jax.loading import TextModel
+
+SLOW_SECONDS = 0.0002
+"""Processor time of a mask from which a thread makes it. Masks of JSON take less, and threads cost more."""
+THREADS = 8
+"""Most slow masks that are made at the same time."""
 
 
 class Guide:
@@ -25,6 +33,9 @@ class Guide:
       matcher: state of the answer in its grammar; None without a grammar.
       stop_ids: tokens that end the answer. With a grammar they may come only where the answer belongs to it.
       min_tokens: fewest tokens before a stop token.
+
+    Attributes:
+      is_slow: whether the last mask took long.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class Guide:
         self._matcher, self._stop_ids, self._min_tokens = matcher, tuple(stop_ids), min_tokens
         self._answer: list[int] = []
         self._failure: str | None = None
+        self.is_slow = False
 
     @classmethod
     def of(
@@ -75,7 +87,7 @@ class Guide:
         If no token may come next, all bits are 1, and `accept` raises an error for the next token. So one
         sequence cannot make a step of all fail.
         """
-        mask = self._allowed.copy()
+        began, mask = time.thread_time(), self._allowed.copy()
         if self._matcher is not None:
             own, error = self._matcher.mask()
             for token in self._stop_ids:
@@ -92,16 +104,29 @@ class Guide:
             self._failure = f"{reason} leave no token of allowed_token_ids that may come next; change one"
         if self._failure is not None:
             mask[:] = ALL
+        self.is_slow = time.thread_time() - began > SLOW_SECONDS
         return mask
 
 
 def make_mask(guides: Sequence[Guide | None], vocab: int) -> Int[np.ndarray, "B W"]:
-    """Return the masks of sequences; a sequence without a guide may get all `vocab` tokens."""
+    """Return the masks of sequences; a sequence without a guide may get all `vocab` tokens.
+
+    Threads make those of guides that were slow the last time.
+    """
     mask = full_mask(vocab, len(guides))
-    for row, guide in enumerate(guides):
-        if guide is not None:
-            mask[row] = guide.mask()
+    given = [(row, guide) for row, guide in enumerate(guides) if guide is not None]
+    quick = [(row, guide) for row, guide in given if not guide.is_slow]
+    slow = [(row, _start_threads().submit(guide.mask)) for row, guide in given if guide.is_slow]
+    for row, guide in quick:
+        mask[row] = guide.mask()
+    for row, made in slow:
+        mask[row] = made.result()
     return mask
+
+
+@cache
+def _start_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="zdc-mask")
 
 
 def check_sampling(model: TextModel, sampling: Sampling) -> None:
