@@ -1,11 +1,13 @@
 """Prometheus metrics of a server, under vLLM's names."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving
@@ -30,7 +32,6 @@ class Metrics:
       registry: registry with all metrics.
       first_token: time to first token (TTFT).
       between_tokens: time per output token (TPOT), one observation per token.
-      old_between_tokens: the same, under the name that older dashboards read.
       mean_between_tokens: mean time per output token of a request.
       whole_request: time from submission to the end of the answer.
       queue: time until a request's prefill starts.
@@ -55,8 +56,8 @@ class Metrics:
 
         lengths = _list_lengths(engine.max_model_len)
         self.first_token = make_histogram("time_to_first_token_seconds", TTFT)
-        self.between_tokens = make_histogram("inter_token_latency_seconds", TPOT)
-        self.old_between_tokens = make_histogram("time_per_output_token_seconds", TPOT)
+        self.between_tokens = TokenTimes(name)
+        self.registry.register(self.between_tokens)
         self.mean_between_tokens = make_histogram("request_time_per_output_token_seconds", TPOT)
         self.whole_request = make_histogram("e2e_request_latency_seconds", WHOLE)
         self.queue = make_histogram("request_queue_time_seconds", WHOLE)
@@ -104,10 +105,7 @@ class Stopwatch:
                 self._first = now
                 self._metrics.first_token.observe(now - self._begun)
             else:
-                for _ in event.tokens:
-                    each = (now - self._newest) / len(event.tokens)
-                    self._metrics.between_tokens.observe(each)
-                    self._metrics.old_between_tokens.observe(each)
+                self._metrics.between_tokens.observe(now - self._newest, len(event.tokens))
             self._newest = now
             self._count += len(event.tokens)
         if event.finish_reason is not None:
@@ -132,6 +130,37 @@ class Stopwatch:
         metrics.inference.observe(self._newest - prefill_began)
         if self._count > 1:
             metrics.mean_between_tokens.observe((self._newest - self._first) / (self._count - 1))
+
+
+class TokenTimes(Collector):
+    """Histogram of the time per output token, under the names that newer and older dashboards read.
+
+    Histograms of `prometheus_client` would take a fifth of the server's time: they are told of each token.
+
+    Args:
+      name: name of the model.
+    """
+
+    NAMES = "inter_token_latency_seconds", "time_per_output_token_seconds"
+
+    def __init__(self, name: str):
+        self._name, self._sum = name, 0.0
+        self._counts = [0] * (len(TPOT) + 1)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Count tokens that took so many seconds together."""
+        self._counts[bisect_left(TPOT, seconds / tokens)] += tokens
+        self._sum += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield a metric family for each name."""
+        bounds = [str(float(bound)) for bound in TPOT] + ["+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        for name in self.NAMES:
+            meaning = name.replace("_", " ").replace(" seconds", ", in seconds")
+            family = HistogramMetricFamily(f"vllm:{name}", meaning, labels=[LABEL])
+            family.add_metric([self._name], buckets, self._sum)
+            yield family
 
 
 @dataclass(frozen=True)
