@@ -148,7 +148,7 @@ class TokenTimes(Collector):
         self._counts = [0] * (len(TPOT) + 1)
 
     def observe(self, seconds: float, tokens: int) -> None:
-        """Count tokens that took so many seconds together."""
+        """Count tokens that took this time together."""
         self._counts[bisect_left(TPOT, seconds / tokens)] += tokens
         self._sum += seconds
 
