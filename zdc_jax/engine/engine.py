@@ -4,9 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.pending import Call, PendingTokens, start_copy, take_tokens
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
@@ -24,7 +24,6 @@ from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
 from zdc_jax.generation.guide import Guide, make_mask
-from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import Frontier, SampledTokens
 from zdc_jax.loading import LanguageModel
@@ -94,68 +93,6 @@ class EngineConfig:
         return self.max_model_len or positions
 
 
-class _Call:
-    """Tokens of one program, which are being copied to the host."""
-
-    def __init__(self, chosen: SampledTokens):
-        self.on_device = _start_copy(chosen)
-
-    @cached_property
-    def tokens(self) -> SampledTokens:
-        """The tokens as NumPy arrays, once they are there."""
-        return jax.device_get(self.on_device)
-
-
-@dataclass
-class _PendingTokens:
-    """Tokens that are being copied to the host.
-
-    Attributes:
-      calls: the programs that choose them, in order.
-      jobs: index in the batch and job of each sequence.
-      scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
-    """
-
-    calls: list[_Call]
-    jobs: Sequence[tuple[int, Job]]
-    scored: tuple[Job, PrefillChunk, Scores] | None = None
-    _shown: int = 0
-
-    def show_guides(self) -> None:
-        """Wait for tokens of guided sequences, and show them to their guides."""
-        new, self._shown = self.calls[self._shown :], len(self.calls)
-        guided = [(row, job) for row, job in self.jobs if job.next_guide is not None]
-        for call in new if guided else ():
-            for row, job in guided:
-                tokens, _ = _take_tokens(call.tokens, row)
-                job.show_guide(tokens)
-
-    def wait(self) -> SampledTokens:
-        """Wait for the tokens of all calls, and join them."""
-        *others, last = calls = [call.tokens for call in self.calls]
-        if not others:
-            return last
-        new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
-        counts: Any = np.sum([chosen.counts for chosen in calls], axis=0)
-        return SampledTokens(new, counts, last.lengths)
-
-
-def _start_copy[T](results: T) -> T:
-    """Start the copy of arrays to the host, and return them."""
-    for array in jax.tree.leaves(results):
-        array.copy_to_host_async()
-    return results
-
-
-def _take_tokens(chosen: SampledTokens, row: int) -> tuple[list[int], bool]:
-    """Return the tokens at index `row`, and whether logits that are not finite end the sequence."""
-    count = int(chosen.counts[row])
-    tokens: list[int] = chosen.tokens[row, :count].tolist()
-    if broken := count > 0 and not chosen.new.finite[row, count - 1]:
-        tokens.pop()
-    return tokens, broken
-
-
 @dataclass
 class _Group:
     """Sequences that one program decodes.
@@ -197,7 +134,7 @@ class _Started:
       steps: decode steps of these sequences.
     """
 
-    pending: list[_PendingTokens] = field(default_factory=list)
+    pending: list[PendingTokens] = field(default_factory=list)
     guided: _Group | None = None
     frontier: Frontier | None = None
     steps: int = 1
@@ -334,7 +271,7 @@ class Engine:
 
         While one step runs on the device, the tokens of the previous step are delivered.
         """
-        pending: list[_PendingTokens] = []
+        pending: list[PendingTokens] = []
         while True:
             with self._changed:
                 while not (pending or self._inbox or self._cancelled or self._jobs or self._stopped):
@@ -419,8 +356,8 @@ class Engine:
                 job = self._jobs[chunk.work]
                 scored = None if scores is None else (job, chunk, scores)
                 jobs = [(0, job)] if chunk.last else []
-                _start_copy(scores)
-                started.pending.append(_PendingTokens([_Call(tokens)], jobs, scored))
+                start_copy(scores)
+                started.pending.append(PendingTokens([Call(tokens)], jobs, scored))
             if frontier is not None:
                 self._decode(decoding, started, 1, frontier)
                 decoding = self._new_group()
@@ -440,9 +377,9 @@ class Engine:
             calls = [self._runner.choose_next(frontier, group.inputs)]
         else:
             calls = self._runner.decode(group.inputs, steps)
-        started.pending.append(_PendingTokens(list(map(_Call, calls)), group.jobs))
+        started.pending.append(PendingTokens(list(map(Call, calls)), group.jobs))
 
-    def _decode_guided(self, started: _Started, pending: list[_PendingTokens]) -> list[_PendingTokens]:
+    def _decode_guided(self, started: _Started, pending: list[PendingTokens]) -> list[PendingTokens]:
         """Decode sequences one step at a time, since masks depend on the tokens of the step before.
 
         While the layers of a step run on the device, the host makes the masks for the choice of its tokens,
@@ -450,9 +387,9 @@ class Engine:
         """
         group, frontier = started.guided, started.frontier
         assert group is not None
-        calls: list[_Call] = []
+        calls: list[Call] = []
         # Each part is delivered in a step of its own.
-        parts = [_PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
+        parts = [PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
         for step in range(started.steps):
             if frontier is None:
                 frontier = self._runner.advance(group.inputs)
@@ -460,7 +397,7 @@ class Engine:
             for part in (*pending, *parts):
                 part.show_guides()
             mask = group.make_mask(self.model.config.vocab_size)
-            calls.append(_Call(self._runner.choose_next(frontier, group.inputs, mask)))
+            calls.append(Call(self._runner.choose_next(frontier, group.inputs, mask)))
             frontier = None
         return parts
 
@@ -486,7 +423,7 @@ class Engine:
             tail=chunk.tail,
         )
 
-    def _deliver(self, results: list[_PendingTokens]) -> None:
+    def _deliver(self, results: list[PendingTokens]) -> None:
         """Wait for pending tokens and pass them to their jobs."""
         for result in results:
             result.show_guides()
@@ -501,7 +438,7 @@ class Engine:
 
     def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
         """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
-        tokens, broken = _take_tokens(chosen, row)
+        tokens, broken = take_tokens(chosen, row)
         scores = jax.tree.map(lambda part: part[row], chosen.new.scores)
         try:
             device_knows = bool(tokens) and job.add_tokens(tokens, scores)

@@ -1,0 +1,76 @@
+"""Tokens on their way from the device to the requests that they belong to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from zdc_jax.engine.job import Job
+from zdc_jax.engine.scheduler import PrefillChunk
+from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.steps import SampledTokens
+
+
+class Call:
+    """Tokens of one program, which are being copied to the host."""
+
+    def __init__(self, chosen: SampledTokens):
+        self.on_device = start_copy(chosen)
+
+    @cached_property
+    def tokens(self) -> SampledTokens:
+        """The tokens as NumPy arrays, once they are there."""
+        return jax.device_get(self.on_device)
+
+
+@dataclass
+class PendingTokens:
+    """Tokens that are being copied to the host.
+
+    Attributes:
+      calls: the programs that choose them, in order.
+      jobs: index in the batch and job of each sequence.
+      scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
+    """
+
+    calls: list[Call]
+    jobs: Sequence[tuple[int, Job]]
+    scored: tuple[Job, PrefillChunk, Scores] | None = None
+    _shown: int = 0
+
+    def show_guides(self) -> None:
+        """Wait for tokens of guided sequences, and show them to their guides."""
+        new, self._shown = self.calls[self._shown :], len(self.calls)
+        guided = [(row, job) for row, job in self.jobs if job.next_guide is not None]
+        for call in new if guided else ():
+            for row, job in guided:
+                tokens, _ = take_tokens(call.tokens, row)
+                job.show_guide(tokens)
+
+    def wait(self) -> SampledTokens:
+        """Wait for the tokens of all calls, and join them."""
+        *others, last = calls = [call.tokens for call in self.calls]
+        if not others:
+            return last
+        new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
+        counts: Any = np.sum([chosen.counts for chosen in calls], axis=0)
+        return SampledTokens(new, counts, last.lengths)
+
+
+def start_copy[T](results: T) -> T:
+    """Start the copy of arrays to the host, and return them."""
+    for array in jax.tree.leaves(results):
+        array.copy_to_host_async()
+    return results
+
+
+def take_tokens(chosen: SampledTokens, row: int) -> tuple[list[int], bool]:
+    """Return the tokens at index `row`, and whether logits that are not finite end the sequence."""
+    count = int(chosen.counts[row])
+    tokens: list[int] = chosen.tokens[row, :count].tolist()
+    if broken := count > 0 and not chosen.new.finite[row, count - 1]:
+        tokens.pop()
+    return tokens, broken
