@@ -31,7 +31,7 @@ from zdc_jax.generation.chunks import BETWEEN_POWERS
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
-from zdc_jax.generation.steps import DecodeState, Frontier
+from zdc_jax.generation.steps import DecodeState, Flat, Frontier
 from zdc_jax.plan import CompressionPlan
 
 CONFIG = replace(
