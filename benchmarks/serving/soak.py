@@ -65,6 +65,7 @@ class Options:
       rows: sequences of the engine.
       cache_tokens: tokens of the engine's cache.
       waiting: longest queue.
+      steps: decode steps of a call. On GPUs the engine's default is 4, on a CPU 1.
     """
 
     model: Path
@@ -74,6 +75,7 @@ class Options:
     rows: int = 4
     cache_tokens: int = 512
     waiting: int = 24
+    steps: int = 4
     seed: int = 0
     name: str = "serving-soak"
     results: Path = RESULTS
@@ -212,7 +214,13 @@ def main(options: Options) -> None:
     model = replace(load(options.model, dtype="float32"), chat_template=ChatTemplate(TEMPLATE))
     pool = make_pool(model, options)
     config = EngineConfig(
-        options.rows, LONGEST, options.cache_tokens, page=16, chunk=64, max_waiting=options.waiting
+        options.rows,
+        LONGEST,
+        options.cache_tokens,
+        page=16,
+        chunk=64,
+        decode_steps=options.steps,
+        max_waiting=options.waiting,
     )
     engine = Engine(model, config)
     settings = HttpSettings(port=0, access_log=False)
@@ -233,7 +241,12 @@ def main(options: Options) -> None:
     row |= {"generated": stats.generation_tokens, "prefix_hits": stats.prefix_hits}
     print(row)
     print(
-        write_result(options.name, {"requests": options.requests, "rows": options.rows}, row, options.results)
+        write_result(
+            options.name,
+            {"requests": options.requests, "rows": options.rows, "steps": options.steps},
+            row,
+            options.results,
+        )
     )
     if seen["wrong"] or seen["unanswered"] or leaked:
         raise SystemExit(1)
