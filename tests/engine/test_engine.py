@@ -224,9 +224,13 @@ def test_grammars_bind_their_requests_alone(engine, model, monkeypatch):
     bound = Sampling(1.0, seed=3, grammar=Grammar.json(schema), logit_bias=blanks)
     expected = ask(engine, free).tokens()
     for prompt in (free.prompt, free.prompt[::-1]):
-        listeners = [ask(engine, free), ask(engine, replace(free, prompt=prompt, sampling=bound))]
+        request = replace(free, prompt=prompt, sampling=bound, logprobs=1)
+        listeners = [ask(engine, free), ask(engine, request)]
         assert listeners[0].tokens() == expected
-        listeners[1].tokens()
+        tokens = listeners[1].tokens()
+        scored = [each for event in listeners[1].events for each in event.logprobs]
+        assert tuple(each.token for each in scored) == tokens
+        assert all(-50 < each.logprob <= 0 for each in scored)
         numbers = json.loads("".join(event.text for event in listeners[1].events))
         assert all(0 <= number <= 99 for number in numbers)
         assert listeners[1].reason == "stop"
