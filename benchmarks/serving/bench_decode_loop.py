@@ -22,7 +22,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from zdc_jax.axes import Array
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.programs import FlatState, decode_flat, decode_loop
+from zdc_jax.engine.programs import FlatState, decode_loop, run_flat
 from zdc_jax.engine.runner import STEPS
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
@@ -106,7 +106,7 @@ def compile_loop(
     network: Transformer, state: FlatState, table: Array, packed: Array
 ) -> Callable[..., tuple[FlatState, Any]]:
     """Compile the engine's program of several steps."""
-    run = partial(decode_flat, partial(decode_loop, STEPS, "greedy"))
+    run = partial(run_flat, partial(decode_loop, STEPS, "greedy"))
     options = ONE_GRAPH if jax.default_backend() == "gpu" else {}
     program = jax.jit(run, donate_argnums=1, compiler_options=options)
     return program.lower(Flat.of(network), state, table, packed).compile()

@@ -23,8 +23,7 @@ from zdc_jax.engine.programs import (
     CHUNK_HEADER,
     FlatPrefillState,
     PrefillState,
-    decode_flat,
-    prefill_flat,
+    run_flat,
 )
 from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.generation.chunks import BETWEEN_POWERS
@@ -99,7 +98,7 @@ def called(
     """Return a step as a function of arrays, and their shapes."""
     flat, state = arguments(plan, longest)
     table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
-    run = partial(prefill_flat if prefills else decode_flat, step)
+    run = partial(run_flat, step)
     state = state if prefills else state.batch
     return run, (flat, state, table, jax.ShapeDtypeStruct(packed, jnp.int32))
 

@@ -85,16 +85,12 @@ class FlatPrefillState(NamedTuple):
         return PrefillState(self.batch.with_table(table), self.tails.whole)
 
 
-def decode_flat(
-    step: Callable[..., tuple[DecodeState, Any]],
-    flat: Flat[Transformer],
-    state: FlatState,
-    table: Array,
-    packed: Array,
-) -> tuple[FlatState, Any]:
-    """Run a step of decoding with a page table; return the state and the result."""
+def run_flat[S: (FlatState, FlatPrefillState)](
+    step: Callable[..., tuple[Any, Any]], flat: Flat[Transformer], state: S, table: Array, packed: Array
+) -> tuple[S, Any]:
+    """Run a step with a page table; return the state and the result."""
     new, result = step(flat.whole, state.with_table(table), packed)
-    return FlatState.of(new), result
+    return type(state).of(new), result
 
 
 def advance_in_place(
@@ -113,18 +109,6 @@ def advance_in_place(
     state = FlatState(cache, last, done).with_table(table)
     new, frontier = decode_once(flat.whole, state, packed)
     return FlatState.of(new).cache, frontier
-
-
-def prefill_flat(
-    step: Callable[..., tuple[PrefillState, Any]],
-    flat: Flat[Transformer],
-    state: FlatPrefillState,
-    table: Array,
-    packed: Array,
-) -> tuple[FlatPrefillState, Any]:
-    """Run a step of prefill with a page table; return the state and the result."""
-    new, result = step(flat.whole, state.with_table(table), packed)
-    return FlatPrefillState.of(new), result
 
 
 def prefill_chunk(

@@ -34,13 +34,12 @@ from zdc_jax.engine.programs import (
     FlatState,
     advance_in_place,
     clear,
-    decode_flat,
     decode_loop,
     prefill_and_decode,
     prefill_chunk,
-    prefill_flat,
     prefill_whole,
     restore_tail,
+    run_flat,
 )
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.engine.uncompiled import Program
@@ -361,7 +360,7 @@ class Runner:
 
         def prefill(step: Callable[..., Any], *lengths: int) -> Program:
             state = FlatPrefillState(self._state, self._tails)
-            return self._step(partial(prefill_flat, step), PREFILL_OPTIONS, state, sum(lengths))
+            return self._step(partial(run_flat, step), PREFILL_OPTIONS, state, sum(lengths))
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
@@ -385,7 +384,7 @@ class Runner:
         yield "decode", Program(advance_in_place, arguments, given)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
-            loop = partial(decode_flat, partial(decode_loop, self.steps, choice))
+            loop = partial(run_flat, partial(decode_loop, self.steps, choice))
             name = _name_decode_loop(count, choice)
             yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
 
