@@ -388,12 +388,15 @@ class Engine:
         group, frontier = started.guided, started.frontier
         assert group is not None
         calls: list[Call] = []
-        # Each part is delivered in a step of its own.
+        # Each part is delivered in a step of its own, but first tokens at once.
         parts = [PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
+        at_once = [each for each in pending if len(each.calls) == 1]
+        later = [each for each in pending if len(each.calls) > 1]
         for step in range(started.steps):
             if frontier is None:
                 frontier = self._runner.advance(group.inputs)
-            self._deliver(pending[step :: started.steps])
+            self._deliver(later[step :: started.steps] + at_once)
+            at_once = []
             for part in (*pending, *parts):
                 part.show_guides()
             mask = group.make_mask(self.model.config.vocab_size)

@@ -141,7 +141,8 @@ class Job:
             self.guide.accept(tokens)
             self._accepted = len(tokens)
         with foreign_errors_as(PromptError, "generated: the tokenizer cannot decode these tokens"):
-            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
+            complete = self.guide is not None and self.guide.is_complete
+            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens, complete=complete)
         if self.answer.finish_reason is not None:
             raise PromptError(
                 f"generated: these {len(tokens)} tokens end the answer; nothing is left to generate"
@@ -178,7 +179,7 @@ class Job:
         """Add new tokens and send an event.
 
         Args:
-          tokens: new token ids. A guide has seen them (`show_guide`).
+          tokens: new token ids. A guide has seen them (`show_guide`), and perhaps later ones.
           scores: their log-probabilities, if the request asked for them.
 
         Returns:
@@ -190,12 +191,13 @@ class Job:
         work = self.work
         work.output += tokens
         full = len(work.output) >= work.max_tokens
-        if self._refused is not None:
-            raise self._refused
+        kept, complete = tokens, False
         if self.guide is not None:
-            tokens = tokens[: self._accepted - len(self.answer.tokens)]
+            kept = tokens[: self._accepted - len(self.answer.tokens)]
+            complete = self.guide.is_complete and len(self.answer.tokens) + len(kept) == self._accepted
+        is_cut = len(kept) < len(tokens)
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.append(tokens, full=full)
+            delta = self.answer.append(kept, full=full and not is_cut, complete=complete)
         if delta is not None:
             shown = self._to_logprobs(delta.tokens, scores)
             self._emit(
@@ -204,6 +206,8 @@ class Job:
                 finish_reason=delta.finish_reason,
                 logprobs=tuple(shown),
             )
+        if is_cut and self._refused is not None and not self.ended:
+            raise self._refused
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 
     def _to_logprobs(self, tokens: Sequence[int], scores: Scores | None) -> list[TokenLogprobs]:

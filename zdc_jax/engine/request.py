@@ -112,7 +112,7 @@ class EngineStats:
       waiting: requests in the queue.
       cache_usage: share of the cache in use, from 0 to 1.
       prompt_tokens: prompt tokens, counted again after a preemption.
-      generation_tokens: generated tokens.
+      generation_tokens: generated tokens, including those of a call after the end of an answer.
       prefix_queries: tokens looked up in the prefix cache.
       prefix_hits: tokens found in the prefix cache.
       preemptions: preempted requests.

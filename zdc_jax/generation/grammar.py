@@ -112,8 +112,8 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow."""
-        return bool(self._matcher.is_stopped())
+        """Whether the text is whole and nothing may follow; llguidance also stops after errors."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def mask(self) -> tuple[np.ndarray, str]:
         """Return bits of tokens that may come next (`Shaping.mask`), and an error message or ''.
@@ -168,9 +168,10 @@ class _Originals:
     def copy(self) -> Any:
         """Return a copy in the first state of the grammar."""
         with self._lock:
-            index, self._taken = self._taken % self._most, self._taken + 1
+            index = self._taken % self._most
             if index == len(self._all):
                 self._all.append(self._compile())
+            self._taken += 1
             return self._all[index].deep_copy()
 
 

@@ -66,7 +66,7 @@ class Guide:
     @property
     def is_complete(self) -> bool:
         """Whether the answer belongs to its grammar and nothing may follow."""
-        return self._matcher is not None and self._matcher.is_complete
+        return self._matcher is not None and self._failure is None and self._matcher.is_complete
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Add new tokens of the answer.

@@ -277,7 +277,8 @@ class Run:
             tokens = new[: len(new) - broken]
             if sequence.guide is not None:
                 sequence.guide.accept(tokens)
-            delta = sequence.append(tokens, full=full)
+            complete = sequence.guide is not None and sequence.guide.is_complete
+            delta = sequence.append(tokens, full=full, complete=complete)
             if delta is not None:
                 yield delta
             if broken and sequence.finish_reason is None:

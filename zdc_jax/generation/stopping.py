@@ -81,14 +81,15 @@ class OutputSequence:
         self._text = ""
         self._shown = 0
 
-    def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
+    def append(self, tokens: Sequence[int], *, full: bool, complete: bool = False) -> Delta | None:
         """Add new tokens and return what can be shown now, or None for nothing.
 
-        Must not be called after the sequence has ended. Its guide must have accepted the tokens.
+        Must not be called after the sequence has ended.
 
         Args:
           tokens: new token ids; only the last one may be a stop token.
           full: whether the sequence has reached its token limit.
+          complete: whether the sequence belongs to its grammar and nothing may follow.
         """
         before = len(self.tokens)
         stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
@@ -97,7 +98,7 @@ class OutputSequence:
         elif stopped:
             self.tokens.append(tokens[-1])
             self._end("stop")
-        elif self.guide is not None and self.guide.is_complete:
+        elif complete:
             self._end("stop")
         elif full:
             self._end("length")
