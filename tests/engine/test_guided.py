@@ -21,19 +21,24 @@ def model() -> LanguageModel:
     return replace(window_model(TinyModel(TWO_LAYERS)), tokenizer=ascii_tokenizer())
 
 
-def request_of(pattern: str, **changes) -> EngineRequest:
-    return EngineRequest(tuple(range(3, 20)), 20, Sampling(grammar=Grammar.regex(pattern)), **changes)
-
-
-def test_answers_of_all_lengths_are_whole(model):
-    # Some sequences are delivered while guides have seen tokens of the next call.
+@pytest.fixture(scope="module")
+def engine(model):
     with Engine(model, replace(CONFIG, max_sequences=6)) as engine:
-        lengths = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] * 2
-        listeners = [ask(engine, request_of(f"[ab]{{{length}}}")) for length in lengths]
-        for length, listener in zip(lengths, listeners, strict=True):
-            assert len(listener.tokens()) == length
-            text = "".join(event.text for event in listener.events)
-            assert (len(text), set(text) <= {"a", "b"}, listener.reason) == (length, True, "stop")
+        yield engine
+
+
+def request_of(pattern: str) -> EngineRequest:
+    return EngineRequest(tuple(range(3, 20)), 20, Sampling(grammar=Grammar.regex(pattern)))
+
+
+def test_answers_of_all_lengths_are_whole(engine):
+    # Some sequences are delivered while guides have seen tokens of the next call.
+    lengths = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] * 2
+    listeners = [ask(engine, request_of(f"[ab]{{{length}}}")) for length in lengths]
+    for length, listener in zip(lengths, listeners, strict=True):
+        assert len(listener.tokens()) == length
+        text = "".join(event.text for event in listener.events)
+        assert (len(text), set(text) <= {"a", "b"}, listener.reason) == (length, True, "stop")
 
 
 def spell(model: LanguageModel, text: str) -> list[int]:
@@ -79,7 +84,7 @@ def test_a_grammar_that_fails_is_not_complete(model, job, monkeypatch):
         job.add_tokens(tokens, None)
 
 
-def test_a_failure_ends_its_request_alone(model, monkeypatch):
+def test_a_failure_ends_its_request_alone(engine, monkeypatch):
     mask, failing = Matcher.mask, set()
 
     def fails(matcher: Matcher):
@@ -87,16 +92,15 @@ def test_a_failure_ends_its_request_alone(model, monkeypatch):
         return own, "no fuel" if matcher in failing else error
 
     monkeypatch.setattr(Matcher, "mask", fails)
-    with Engine(model, replace(CONFIG, max_sequences=6)) as engine:
-        expected = ask(engine, request_of("[ab]{9}")).tokens()
-        listeners = [Listener() for _ in range(5)]
-        job = engine.submit(request_of("[ab]{12}"), listeners[0])
-        failing.add(job.guide._matcher)
-        for listener in listeners[1:]:
-            engine.submit(request_of("[ab]{9}"), listener)
-        listeners[0].tokens()
-        assert (listeners[0].reason, listeners[0].events[-1].error) == (
-            "error",
-            "the grammar cannot continue: no fuel",
-        )
-        assert [listener.tokens() for listener in listeners[1:]] == [expected] * 4
+    expected = ask(engine, request_of("[ab]{9}")).tokens()
+    listeners = [Listener() for _ in range(5)]
+    job = engine.submit(request_of("[ab]{12}"), listeners[0])
+    failing.add(job.guide._matcher)
+    for listener in listeners[1:]:
+        engine.submit(request_of("[ab]{9}"), listener)
+    listeners[0].tokens()
+    assert (listeners[0].reason, listeners[0].events[-1].error) == (
+        "error",
+        "the grammar cannot continue: no fuel",
+    )
+    assert [listener.tokens() for listener in listeners[1:]] == [expected] * 4
