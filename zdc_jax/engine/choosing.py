@@ -62,7 +62,7 @@ def list_choosing(
             changes = shaping.counts, shaping.bias, describe(jnp.int32, count, mask_width(vocab))
         inputs = *changes, state.last, state.done, frontier, describe(jnp.int32, count, 1 + WIDTH)
         step = partial(choose_in_batch, step=name, choice=choice)
-        # What is updated stays in its place: CUDA graphs of the next step would change with addresses.
+        # What is updated stays in its place: the next step's CUDA graph is updated if an address changes.
         donated = (1, 4, 5) if is_shaped else (4, 5)
         yield name_choosing(name, choice, is_shaped), program(step, *inputs, donate_argnums=donated)
     for width in widths:

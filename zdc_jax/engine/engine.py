@@ -129,7 +129,7 @@ class _Started:
 
     Attributes:
       pending: tokens that are being copied to the host.
-      guided: sequences that need masks of the host. Either their layers run, or nothing is started.
+      guided: sequences that need masks of the host; None if there are none.
       frontier: result of their layers; None if nothing is started.
       steps: decode steps of these sequences.
     """
@@ -395,7 +395,7 @@ class Engine:
         for step in range(started.steps):
             if frontier is None:
                 frontier = self._runner.advance(group.inputs)
-            self._deliver(later[step :: started.steps] + at_once)
+            self._deliver(at_once + later[step :: started.steps])
             at_once = []
             for part in (*pending, *parts):
                 part.show_guides()
