@@ -78,11 +78,21 @@ QWEN_1_5B = replace(
     qkv_bias=True,
     tie_embeddings=True,
 )
+QWEN_7B = replace(
+    QWEN_1_5B,
+    embed_dim=3584,
+    ffn_dim=18944,
+    vocab_size=152064,
+    num_heads=28,
+    num_kv_heads=4,
+    tie_embeddings=False,
+)
 SHAPES = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
     "llama-3-8b": LLAMA_3_8B,
     "qwen2.5-1.5b": QWEN_1_5B,
+    "qwen2.5-7b": QWEN_7B,
     "tiny": replace(
         LLAMA_2_7B,
         layers=LLAMA_2_7B.layers[:2],

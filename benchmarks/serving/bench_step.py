@@ -24,9 +24,10 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from benchmarks.traces import trace_kernels
+from zdc_jax.engine.checks import servable
 from zdc_jax.engine.inputs import ChunkInputs
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import MAX_CHUNKS, Runner, servable
+from zdc_jax.engine.runner import MAX_CHUNKS, Runner
 from zdc_jax.generation.packed_parameters import pack_parameters
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import Flat

@@ -1,7 +1,7 @@
-"""Validation of engine requests before they are queued."""
+"""Validation of networks that an engine shall serve, and of requests before they are queued."""
 
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
-from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.errors import MeshError, PlanError, PromptError, foreign_errors_as
 from zdc_jax.generation.guide import check_sampling
 from zdc_jax.generation.packed_parameters import MAX_STOP_TOKENS
 from zdc_jax.generation.request import (
@@ -13,6 +13,14 @@ from zdc_jax.generation.request import (
 )
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.mesh import DATA
+
+CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
+"""Clauses of the cache contract that the engine needs.
+
+Sequences are prefilled in chunks, batched with others, and take the place of sequences that have ended.
+"""
 
 
 def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
@@ -65,3 +73,26 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
         raise PromptError(f"priority={request.priority!r:.80} must be a whole number")
     with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a string"):
         request.salt.encode()
+
+
+def servable(network: Transformer) -> Transformer:
+    """Check that the engine can serve a network, and return the network.
+
+    Raises:
+      PlanError: the cache lacks a clause of the contract or uses host memory.
+      MeshError: the mesh divides sequences.
+    """
+    if (data := network.count_devices(DATA)) > 1:
+        raise MeshError(
+            f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
+        )
+    for layer, spec in enumerate(network.layer_caches):
+        if missing := CLAUSES - spec.clauses:
+            kind = type(spec).__name__
+            raise PlanError(
+                f"layer {layer}: {kind} does not support {sorted(missing)}, which the engine needs; "
+                "choose another method"
+            )
+        if spec.host_bytes(1024):
+            raise PlanError(f"layer {layer}: memory='host' is not served by the engine; use memory='device'")
+    return network

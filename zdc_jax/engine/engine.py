@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from zdc_jax.engine.checks import check_request
+from zdc_jax.engine.checks import check_request, servable
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.pending import Call, PendingTokens, start_copy, take_tokens
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import Runner, servable
+from zdc_jax.engine.runner import Runner
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
@@ -347,9 +347,12 @@ class Engine:
         def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
 
-        for chunks in self._runner.grouping.groups(plan.chunks, alone=wants_scores):
+        groups = list(self._runner.grouping.groups(plan.chunks, alone=wants_scores))
+        for chunks in groups:
+            # The frontier of other sequences lasts until the next group is read.
+            others = decoding if chunks is groups[-1] else self._new_group()
             chosen, scores, frontier = self._runner.prefill(
-                [self._chunk_inputs(chunk) for chunk in chunks], decoding.inputs
+                [self._chunk_inputs(chunk) for chunk in chunks], others.inputs
             )
             # Chunks that generate no token are pending, too: that limits how far the host runs ahead.
             for chunk, tokens in zip(chunks, chosen, strict=True):
