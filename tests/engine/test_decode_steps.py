@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import LLAMA, TinyModel
 
@@ -17,7 +18,8 @@ from zdc_jax.engine.runner import Runner, choose_decode_steps
 )
 def test_large_models_take_fewer_steps(monkeypatch, backend, billions, on_mesh, steps):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert choose_decode_steps(int(1e9 * billions), on_mesh=on_mesh) == steps
+    weights = [jax.ShapeDtypeStruct((int(5e8 * billions), 2), jnp.bfloat16)]
+    assert choose_decode_steps(weights, on_mesh=on_mesh) == steps
 
 
 @pytest.mark.parametrize(

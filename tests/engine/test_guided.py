@@ -104,23 +104,3 @@ def test_a_failure_ends_its_request_alone(engine, monkeypatch):
         "the grammar cannot continue: no fuel",
     )
     assert [listener.tokens() for listener in listeners[1:]] == [expected] * 4
-
-
-def test_prompts_read_in_several_programs_leave_it_as_it_is(model):
-    # Prompts with log-probabilities share no program, and each program has one place for its results.
-    others = [
-        EngineRequest(tuple(range(first, first + 8)), 4, logprobs=0, prompt_logprobs=True)
-        for first in (3, 20)
-    ]
-    listeners = [Listener() for _ in others]
-    with Engine(model, replace(CONFIG, chunk=64)) as engine:
-        expected = ask(engine, request_of("[ab]{9}")).tokens()
-
-        def submit_both() -> None:
-            for request, listener in zip(others, listeners, strict=True):
-                engine.submit(request, listener)
-
-        engine.submit(request_of("[ab]{9}"), listener := Listener(submit_both))
-        assert listener.tokens() == expected
-        assert [len(other.tokens()) for other in listeners] == [4, 4]
-        assert {other.reason for other in listeners} == {"length"}

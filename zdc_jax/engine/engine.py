@@ -347,12 +347,9 @@ class Engine:
         def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
 
-        groups = list(self._runner.grouping.groups(plan.chunks, alone=wants_scores))
-        for chunks in groups:
-            # The frontier of other sequences lasts until the next group is read.
-            others = decoding if chunks is groups[-1] else self._new_group()
+        for chunks in self._runner.grouping.groups(plan.chunks, alone=wants_scores):
             chosen, scores, frontier = self._runner.prefill(
-                [self._chunk_inputs(chunk) for chunk in chunks], others.inputs
+                [self._chunk_inputs(chunk) for chunk in chunks], decoding.inputs
             )
             # Chunks that generate no token are pending, too: that limits how far the host runs ahead.
             for chunk, tokens in zip(chunks, chosen, strict=True):

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
@@ -46,50 +44,6 @@ class PrefillState(NamedTuple):
 
     batch: DecodeState
     tails: list[Array]
-
-
-class ChunkResults(NamedTuple):
-    """Results of a program that reads chunks, besides its state.
-
-    Attributes:
-      frontiers: frontier of each chunk, for the token after it.
-      hidden: hidden states of the chunks' tokens, [T, D]; None from whole prompts on a mesh.
-      decoded: frontier of the sequences that the program also decodes; None if it decodes none.
-    """
-
-    frontiers: tuple[Frontier, ...]
-    hidden: Array | None
-    decoded: Frontier | None
-
-
-class ResultSize(NamedTuple):
-    """Size of `ChunkResults`.
-
-    Attributes:
-      chunks: number of chunks.
-      width: tokens of all chunks whose hidden states are returned; 0 for none.
-      rows: other sequences that are decoded.
-    """
-
-    chunks: int
-    width: int = 0
-    rows: int = 0
-
-    def describe(self, embed_dim: int, dtype: jnp.dtype, where: Sharding | None) -> ChunkResults:
-        """Describe the arrays of results of this size."""
-
-        def describe(*shape: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-        def describe_frontier(rows: int) -> Frontier:
-            hidden = describe(rows, embed_dim, dtype=dtype)
-            return Frontier(hidden, describe(rows, dtype=jnp.bool), describe(rows))
-
-        return ChunkResults(
-            frontiers=tuple(describe_frontier(1) for _ in range(self.chunks)),
-            hidden=describe(self.width, embed_dim, dtype=dtype) if self.width else None,
-            decoded=describe_frontier(self.rows) if self.rows else None,
-        )
 
 
 class FlatState(NamedTuple):
@@ -139,21 +93,6 @@ def run_flat[S: (FlatState, FlatPrefillState)](
     return type(state).of(new), result
 
 
-def read_in_place(
-    step: Callable[..., tuple[PrefillState, ChunkResults]],
-    flat: Flat[Transformer],
-    state: FlatPrefillState,
-    earlier: ChunkResults,
-    table: Array,
-    packed: Array,
-) -> tuple[FlatPrefillState, ChunkResults, Array]:
-    """Run a step that reads chunks, as `advance_in_place`; its results take the place of earlier ones.
-
-    The last result, a zero, has an array of its own. The host can wait for it while the others are in use.
-    """
-    return *run_flat(step, flat, state, table, packed), jnp.zeros(1, jnp.int32)
-
-
 def advance_in_place(
     flat: Flat[Transformer],
     cache: Flat[KVCache],
@@ -174,8 +113,8 @@ def advance_in_place(
 
 def prefill_chunk(
     network: Transformer, state: PrefillState, packed: Array
-) -> tuple[PrefillState, ChunkResults]:
-    """Prefill one chunk of one sequence.
+) -> tuple[PrefillState, tuple[tuple[Frontier], Array, None]]:
+    """Prefill one chunk of one sequence; return its frontier and hidden states.
 
     The sequence's own part of the cache is taken out and put back. A snapshot is that of the chunk's end.
     """
@@ -187,15 +126,18 @@ def prefill_chunk(
     frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
     tails = _put_tails(state.tails, cache.own, slot[None])
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
-    return PrefillState(batch, tails), ChunkResults((frontier,), hidden[0], None)
+    return PrefillState(batch, tails), ((frontier,), hidden[0], None)
 
 
 def prefill_and_decode(
     several: int, longest: int, rows: int, network: Transformer, state: PrefillState, packed: Array
-) -> tuple[PrefillState, ChunkResults]:
+) -> tuple[PrefillState, tuple[tuple[Frontier, ...], Array, Frontier]]:
     """Prefill chunks of `several` sequences and run one decode step of the first `rows` sequences.
 
     Each of several chunks has at most `longest` tokens.
+
+    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
+    sequences.
     """
     headers_size, rows_at = several * CHUNK_HEADER, len(packed) - rows * (1 + WIDTH)
     headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
@@ -221,12 +163,12 @@ def prefill_and_decode(
         for one in (slice(i, i + 1) for i in range(several))
     )
     state = PrefillState(state.batch._replace(cache=cache), _put_tails(state.tails, own, slot))
-    return state, ChunkResults(frontiers, hidden, decoded if rows else None)
+    return state, (frontiers, hidden, decoded)
 
 
 def prefill_whole(
     network: Transformer, state: PrefillState, packed: Array
-) -> tuple[PrefillState, ChunkResults]:
+) -> tuple[PrefillState, tuple[tuple[Frontier], None, None]]:
     """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
     batch = state.batch
     row, _, count, *_ = packed[:CHUNK_HEADER]
@@ -240,7 +182,7 @@ def prefill_whole(
     cache = replace(cache, layers=layers, lengths=count[None])
     frontier = Frontier(hidden, jnp.ones(1, bool), count[None])
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
-    return state._replace(batch=batch), ChunkResults((frontier,), None, None)
+    return state._replace(batch=batch), ((frontier,), None, None)
 
 
 def decode_once(network: Transformer, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:

@@ -30,10 +30,8 @@ from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import (
     CHUNK_HEADER,
-    ChunkResults,
     FlatPrefillState,
     FlatState,
-    ResultSize,
     advance_in_place,
     clear,
     decode_loop,
@@ -44,7 +42,6 @@ from zdc_jax.engine.programs import (
     prefill_and_decode,
     prefill_chunk,
     prefill_whole,
-    read_in_place,
     restore_tail,
     run_flat,
 )
@@ -95,12 +92,7 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 By default XLA puts kernels into CUDA graphs, and appears to rebuild a graph, kernel by kernel, whenever an
 array has moved. That costs more than it saves in prefill, and where several graphs make up a step.
 """
-GRAPH_BYTES = 4_000_000_000_000
-"""Bytes of weights times tokens, up to which a program that reads chunks and decodes is one CUDA graph.
-
-For more, a GPU takes longer to run the kernels than the host to start them one by one, and begins at once
-(decision 0033).
-"""
+PREFILL_OPTIONS = NO_GRAPHS | SEPARATE_PRODUCTS
 
 
 class Runner:
@@ -130,9 +122,8 @@ class Runner:
     def __init__(self, network: Transformer, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
         self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
-        self._weight_bytes = count_bytes(self._flat.leaves)
         self._where = network.on_all_devices
-        self.steps = steps or choose_decode_steps(self._weight_bytes, on_mesh=self._where is not None)
+        self.steps = steps or choose_decode_steps(self._flat.leaves, on_mesh=self._where is not None)
         self._widths = sorted({min(width, layout.capacity) for width in list_widths(chunk)}, reverse=True)
         self.whole = chunk if network.count_devices(SEQUENCE) > 1 and layout.has_pages else None
         self.together = network.mesh is None and layout.has_pages
@@ -151,7 +142,6 @@ class Runner:
         self._state: FlatState
         self._tails: Flat[list[Array]]
         self._frontier: Frontier
-        self._results: dict[str, ChunkResults]
         self._shaping: Shaping
         self.reset()
         self._programs = compile_all(dict(self._list_programs()))
@@ -160,8 +150,7 @@ class Runner:
     def reset(self) -> None:
         """Replace the cache with an empty one, in new arrays."""
         if hasattr(self, "_state"):
-            # Two caches may not fit.
-            del self._state, self._tails, self._frontier, self._results, self._shaping
+            del self._state, self._tails, self._frontier, self._shaping  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = FlatState.of(DecodeState.of(cache, self._where))
@@ -172,7 +161,6 @@ class Runner:
         self._tails = Flat.of(list(map(allocate_tails, cache.own)) if layout.tails else [])
         hidden = jnp.zeros((layout.rows, network.config.embed_dim), network.dtype, device=self._where)
         self._frontier = Frontier(hidden, *(jnp.copy(x) for x in (self._state.done, cache.lengths)))
-        self._results = {}
         vocab = network.config.vocab_size
         self._shaping = Shaping(
             counts=jnp.zeros((layout.rows, vocab), jnp.int32, device=self._where),
@@ -226,40 +214,26 @@ class Runner:
         Returns:
           The token after each chunk, scores of the only chunk if it needs them, and the frontier of the other
           sequences for `choose_next`. It is None if nothing decodes, or if decoding is left to `advance` or
-          `decode`. It is valid until the next call, which may write to the same arrays.
+          `decode`.
         """
-        (first, *more), decodes = chunks, decoding.active.any()
+        (first, *more), advanced, decodes = chunks, None, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
         count = self.grouping.several if more else 1
         packed = pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
-        size = ResultSize(count, width)
         if self._is_whole(first):
-            name, size = name_prefill_whole(width), ResultSize(1)
+            name = name_prefill_whole(width)
         elif self.together and (more or decodes or width < self._widths[0]):
-            name, size = name_prefill_and_decode(count, width), ResultSize(count, width, self.layout.rows)
+            name = name_prefill_and_decode(count, width)
             packed = np.concatenate([packed, decoding.pack().ravel()])
         else:
             name = name_prefill(width)
-        results, read = self._read(name, size, packed)
-        pairs = zip(chunks, results.frontiers, strict=False)
-        chosen = [self._choose_first(chunk, frontier, read) for chunk, frontier in pairs]
-        return chosen, self._score(first, results.hidden), results.decoded if decodes else None
-
-    def _read(self, name: str, size: ResultSize, packed: np.ndarray) -> tuple[ChunkResults, Array]:
-        """Run a program that reads chunks and has results of this size.
-
-        Returns:
-          The results, and an array for which the host can wait.
-        """
-        if (earlier := self._results.pop(name, None)) is None:
-            zeros = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), self._describe_results(size))
-            earlier = jax.device_put(zeros, self._where)
-        state = FlatPrefillState(self._state, self._tails)
-        (self._state, self._tails), results, read = self._programs[name](
-            self._flat, state, earlier, self._send_table(), packed
+        (self._state, self._tails), (frontiers, hidden, others) = self._programs[name](
+            self._flat, FlatPrefillState(self._state, self._tails), self._send_table(), packed
         )
-        self._results[name] = results
-        return results, read
+        advanced = others if decodes and self.together else None
+        pairs = zip(chunks, frontiers, strict=False)
+        chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
+        return chosen, self._score(first, hidden), advanced
 
     def _is_whole(self, chunk: ChunkInputs) -> bool:
         """Return whether a chunk is a whole text, to be split over devices."""
@@ -311,13 +285,14 @@ class Runner:
         self._state, result = self._programs[name](self._flat, self._state, self._send_table(), packed)
         return result
 
-    def _choose_first(self, chunk: ChunkInputs, frontier: Frontier, read: Array) -> SampledTokens:
+    def _choose_first(self, chunk: ChunkInputs, frontier: Frontier) -> SampledTokens:
         """Choose the token after a text's last chunk; earlier chunks yield no token.
 
-        The result for an earlier chunk consists of `read`, a zero that is ready when the chunk is prefilled.
+        The result for an earlier chunk has a count of 0. Its arrays are ready when the chunk is prefilled.
         """
         if not chunk.last:
-            return SampledTokens(Token(read, read), read, read)
+            lengths, active = frontier.lengths, frontier.active
+            return SampledTokens(Token(lengths, active), active, lengths)
         packed, shaping = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None], None
         if chunk.shaping is not None:
             counts, bias = self._programs[SHAPE](self._shaping[:2], np.int32(chunk.row), chunk.shaping[:2])
@@ -325,9 +300,9 @@ class Runner:
             shaping = Shaping(counts, bias, jax.device_put(chunk.shaping.mask[None], self._where))
         return self._choose("first", chunk.choice, frontier, packed, shaping)
 
-    def _score(self, chunk: ChunkInputs, hidden: Array | None) -> Scores | None:
+    def _score(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
         """Score the token after each token of a chunk, if the chunk needs scores."""
-        if chunk.following is None or hidden is None:
+        if chunk.following is None:
             return None
         following = np.zeros(len(hidden), np.int32)
         following[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
@@ -382,22 +357,26 @@ class Runner:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             yield "restore tail", _update(restore_tail, self._state.cache, self._tails, pair)
 
+        def prefill(step: Callable[..., Any], *lengths: int) -> Program:
+            state = FlatPrefillState(self._state, self._tails)
+            return self._step(partial(run_flat, step), PREFILL_OPTIONS, state, sum(lengths))
+
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
             step = partial(prefill_and_decode, count, self.grouping.longest, layout.rows)
-            name = name_prefill_and_decode(count, width)
-            yield name, self._reading_program(step, width, ResultSize(count, width, layout.rows))
+            lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
+            yield name_prefill_and_decode(count, width), prefill(step, *lengths)
         if (chunk := self.whole) is not None:
             doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
             for width in {self._pad_width(chunk << i) for i in doublings}:
-                yield name_prefill_whole(width), self._reading_program(prefill_whole, width, ResultSize(1))
+                yield name_prefill_whole(width), prefill(prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
         alone = partial(prefill_and_decode, 1, 0, 0) if self.together else prefill_chunk
         for width in self._list_alone_widths() if self.together else self._widths:
-            yield name_prefill(width), self._reading_program(alone, width, ResultSize(1, width))
+            yield name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
         cache, *others = self._state
-        numbers = self._describe(*self._pages.shape), self._describe(layout.rows, 1 + WIDTH)
+        numbers = self._describe(self._pages.shape), self._describe((layout.rows, 1 + WIDTH))
         arguments = self._flat, cache, self._frontier, *others, *numbers
         given = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
         given["out_shardings"] = _get_shardings((cache, self._frontier))
@@ -405,33 +384,28 @@ class Runner:
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
             loop = partial(run_flat, partial(decode_loop, self.steps, choice))
-            numbers = self._describe(*self._pages.shape), self._describe(count, 1 + WIDTH)
-            given = {"donate_argnums": 1, "compiler_options": options}
-            given["out_shardings"] = _get_shardings(self._state), self._where
-            yield name_decode_loop(count, choice), Program(loop, (self._flat, self._state, *numbers), given)
+            name = name_decode_loop(count, choice)
+            yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
 
     def _list_alone_widths(self) -> list[int]:
         """Return the widths of chunks that run alone."""
         doublings = range((self.alone // self._widths[0]).bit_length() + 1)
         return sorted({min(self._widths[0] << i, self.alone) for i in doublings}, reverse=True)
 
-    def _reading_program(self, step: Callable[..., Any], width: int, size: ResultSize) -> Program:
-        """Return a program that reads chunks of `width` tokens in total, with results of this size."""
-        state, results = FlatPrefillState(self._state, self._tails), self._describe_results(size)
-        packed = self._describe(size.chunks * CHUNK_HEADER + width + size.rows * (1 + WIDTH))
-        arguments = self._flat, state, results, self._describe(*self._pages.shape), packed
-        is_graph = size.rows and width * self._weight_bytes <= GRAPH_BYTES
-        options = SEPARATE_PRODUCTS | (ONE_GRAPH if is_graph else NO_GRAPHS)
-        given = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
-        given["out_shardings"] = _get_shardings(state), self._where, self._where
-        return Program(partial(read_in_place, step), arguments, given)
+    def _step(
+        self,
+        step: Callable[..., Any],
+        options: dict[str, Any],
+        state: FlatState | FlatPrefillState,
+        *packed_shape: int,
+    ) -> Program:
+        """Return a program of layers whose packed inputs have this shape; it updates `state`."""
+        arguments = self._flat, state, self._describe(self._pages.shape), self._describe(packed_shape)
+        shardings = _get_shardings(state), self._where
+        given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
+        return Program(step, arguments, given)
 
-    def _describe_results(self, size: ResultSize) -> ChunkResults:
-        """Describe the results of a program that reads chunks."""
-        network = self._network
-        return size.describe(network.config.embed_dim, network.dtype, self._where)
-
-    def _describe(self, *shape: int) -> jax.ShapeDtypeStruct:
+    def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """Describe numbers that the host sends."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._where)
 
@@ -465,18 +439,14 @@ class Runner:
         return min(fitting, default=min(bucket(tokens), self.layout.capacity))
 
 
-def count_bytes(weights: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
-    """Return the bytes of a network's arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
-
-
-def choose_decode_steps(weight_bytes: int, *, on_mesh: bool) -> int:
-    """Return the default number of decode steps of one program, for the bytes of a network's arrays."""
+def choose_decode_steps(weights: Sequence[Array | jax.ShapeDtypeStruct], *, on_mesh: bool) -> int:
+    """Return the default number of decode steps of one program, for a network's arrays."""
     if on_mesh:
         return STEPS
     if jax.default_backend() != "gpu":
         return 1
-    return STEPS if weight_bytes < LARGE_WEIGHTS else LARGE_STEPS
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
+    return STEPS if size < LARGE_WEIGHTS else LARGE_STEPS
 
 
 def _choose_decode_options(network: Transformer, layout: Layout) -> dict[str, Any]:
