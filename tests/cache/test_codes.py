@@ -112,6 +112,7 @@ def test_empty_blocks_are_as_coded_ones(code):
 
 
 @pytest.mark.parametrize("code", SINGLE)
+@pytest.mark.matrix
 def test_empty_tokens_are_as_coded_ones(code):
     coded = encode_tokens(code, jnp.ones((2, 3, 5, 48), jnp.bfloat16))
     assert shapes(empty_tokens(code, (2, 3, 5), 48, "bfloat16")) == shapes(coded)

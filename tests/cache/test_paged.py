@@ -234,7 +234,7 @@ def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 40])
 @pytest.mark.parametrize("name", ["coded", "chosen"])
-@pytest.mark.matrix
+@pytest.mark.full
 def test_codes_are_put_into_pages_without_a_kernel(name, T):
     # XLA also does this where a pool is too large for the kernel.
     spec, rng = SPECS[name], np.random.default_rng(T)

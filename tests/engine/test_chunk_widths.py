@@ -14,6 +14,7 @@ from zdc_jax.plan import CompressionPlan
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(33, 48), (48, 48), (49, 64), (70, 64)])
+@pytest.mark.matrix("33-48", "49-64")
 def test_answers_do_not_depend_on_the_width(answers, tokens, width):
     seen, engine, model, prompts = answers
     prompt = prompts[tokens]  # Of its own, so that no other's pages are reused.

@@ -73,7 +73,7 @@ def test_text_continues_the_prompt_unless_it_is_a_text_of_its_own(model):
 
 
 def test_answers_are_those_of_generate(engine, model, tiny):
-    requests = requests_of(tiny, 10)
+    requests = requests_of(tiny, 6)
     listeners = [ask(engine, request) for request in requests]
     for request, listener in zip(requests, listeners, strict=True):
         assert listener.tokens() == alone(model, request)

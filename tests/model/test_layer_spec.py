@@ -108,7 +108,7 @@ def test_layers_compute_what_their_spec_says(model: TinyModel):
     close(model.dense.hidden(jnp.asarray(tokens)), Truth(model).hidden(tokens))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_cached_pieces_under_a_full_rank_plan_are_the_model(model: TinyModel):
     # A spec must survive folding, loading and caching.
     basis = model.basis(qk="balanced", vo="balanced")
