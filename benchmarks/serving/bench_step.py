@@ -24,7 +24,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from benchmarks.traces import trace_kernels
-from zdc_jax.engine.checks import servable
+from zdc_jax.engine.checks import check_servable
 from zdc_jax.engine.inputs import ChunkInputs
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.runner import MAX_CHUNKS, Runner
@@ -62,7 +62,7 @@ class Filled:
 
     def __init__(self, options: Options):
         model = options.served.load()
-        network, rows = servable(model.network), options.rows + MAX_CHUNKS
+        network, rows = check_servable(model.network), options.rows + MAX_CHUNKS
         each = -(-(options.held + 2 * options.chunk) // PAGE)
         layout = Layout.of(
             network.device_caches,

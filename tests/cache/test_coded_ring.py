@@ -62,6 +62,7 @@ def test_attends_to_rounded_tokens(pieces):
     np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.full
 def test_the_kernel_rounds_as_the_code_does(monkeypatch):
     ring = replace(RING, code=FittedIntegers(8))
     q, k, v = (jnp.asarray(tokens(heads, seed)) for seed, heads in enumerate((K * G, K, K)))

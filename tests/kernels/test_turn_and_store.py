@@ -186,6 +186,7 @@ def test_other_head_dims(H, Hv, kinds):
     Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
+@pytest.mark.full
 def test_one_row():
     # With one row, q, k and v of several heads are three arrays.
     Case(KINDS["chosen"], B=1, G=2).check(interpret=True)

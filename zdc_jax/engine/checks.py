@@ -75,7 +75,7 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
         request.salt.encode()
 
 
-def servable(network: Transformer) -> Transformer:
+def check_servable(network: Transformer) -> Transformer:
     """Check that the engine can serve a network, and return the network.
 
     Raises:

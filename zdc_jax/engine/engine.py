@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zdc_jax.engine.checks import check_request, servable
+from zdc_jax.engine.checks import check_request, check_servable
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
@@ -157,7 +157,7 @@ class Engine:
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig | None = None):
-        network = servable(model.network)
+        network = check_servable(model.network)
         self.model, self.config = model, config or EngineConfig()
         self._chunk = self.config.chunk or choose_step_tokens(model.config)
         check_chunk(model, self._chunk, name="chunk")

@@ -96,7 +96,7 @@ PREFILL_OPTIONS = NO_GRAPHS | SEPARATE_PRODUCTS
 
 
 class Runner:
-    """Arrays and compiled programs of one `servable` network.
+    """Arrays and compiled programs of one network that passes `check_servable`.
 
     Args:
       network: network to run.

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
 from zdc_jax.server.errors import RequestError
+from zdc_jax.server.mailbox import Mailbox
 from zdc_jax.server.metrics import Metrics, Stopwatch
 from zdc_jax.server.middleware import request_id
 
@@ -63,15 +64,10 @@ class Answers:
 
     def _make_callback(self, index: int, watch: Stopwatch) -> Callable[[Event], None]:
         """Return a callback for the engine's thread that passes events to the event loop."""
-        loop = asyncio.get_running_loop()
+        loop, mailbox = asyncio.get_running_loop(), Mailbox.of_running_loop()
 
         def record(event: Event) -> None:
             watch.record(event)
             self._arrived.put_nowait((index, event))
 
-        def notify(event: Event) -> None:
-            # The loop may be closed already; the engine's thread must not fail then.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(record, event)
-
-        return notify
+        return partial(mailbox.put, loop, record)

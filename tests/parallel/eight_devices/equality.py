@@ -105,6 +105,7 @@ def test_gathered_weights():
             assert held[0] * (4 if is_matrix else 1) == held[1]
 
 
+@pytest.mark.full
 def test_sinks_alone():
     model = tiny("llama", 4, 4)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=32, sinks=20)).network
