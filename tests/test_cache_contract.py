@@ -18,9 +18,6 @@ PAGE = 16
 """Tokens of a page: a multiple of any method's block."""
 MATRIX = pytest.mark.matrix(*FAST)
 """Selects the same methods for all tests, so that each program compiles once."""
-CODES_ALONE = ("int8 of a rank and window", "kivi of a rank", "oscar")
-"""Methods that differ from others in their codes only."""
-FEW = pytest.mark.matrix(*(name for name in FAST if name not in CODES_ALONE))
 ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
 
 
@@ -70,7 +67,7 @@ def test_chunked_is_whole(it, x):
     assert_same(it.run(x, [[BLOCK] * ROWS, [16] * ROWS, [BLOCK] * ROWS, [16] * ROWS]), it.run(x, WHOLE))
 
 
-@FEW
+@MATRIX
 @of_inputs(seed=1)
 def test_a_ragged_row_is_what_it_is_alone(it, x):
     # Alone means that all other rows are empty.
@@ -128,7 +125,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it, x):
     assert_same(second[1, :1], expected[16:17])
 
 
-@FEW
+@MATRIX
 @of_inputs(seed=5)
 def test_rows_in_pages_are_rows(it, x):
     # Pages of all rows share one pool in random order. Entries for positions not reached are arbitrary.

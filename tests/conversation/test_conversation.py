@@ -171,7 +171,6 @@ def ending(model: LanguageModel, prompt: list[int], place: int) -> int:
 
 
 @pytest.mark.parametrize("tail", ["", " ", "\n"])
-@pytest.mark.matrix
 def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, tail):
     # Some templates, such as Llama 2's, put text between the reply and its end.
     hello = "<{{ messages[0].content }}>"

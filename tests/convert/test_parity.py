@@ -32,23 +32,7 @@ def check(logits: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(logits - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
-SIMILAR = (
-    "gemma3-old",
-    "llama-dynamic-short",
-    "llama-mha",
-    "llama-mqa",
-    "llama-tied",
-    "llama-yarn-untruncated",
-    "mistral-idle-window",
-    "mistral-whole",
-    "phi3-old",
-    "phi3-short",
-)
-"""Variants that others are like; only `make test-all` computes their logits."""
-
-
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.matrix(*(name for name in VARIANTS if name not in SIMILAR))
 def test_variants_equal_golden_logits(name, tmp_path):
     convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", max_positions=VARIANTS[name].max_positions).network

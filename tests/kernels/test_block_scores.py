@@ -95,7 +95,7 @@ def interpreted(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.matrix("far-wide")
+@pytest.mark.matrix("far-wide", "near-wide")
 def test_prefill(kind, config):
     run_prefill(kind.split()[0], CONFIGS[config], **KINDS[kind])
 

@@ -322,7 +322,7 @@ def test_is_attention(interpreted, keys, values, heads):
 
 
 @pytest.mark.parametrize(("chosen", "listed"), [(0, False), (100, False), (100, True)])
-@pytest.mark.matrix("100-True")
+@pytest.mark.matrix("0-False", "100-True")
 def test_scores_have_gains(interpreted, chosen, listed):
     it = Case(*SHAPES[1], S=384)
     if chosen:

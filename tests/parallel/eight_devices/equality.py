@@ -62,6 +62,7 @@ CASES |= {
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
 @pytest.mark.matrix(
+    "window of several devices-MQA-ulysses",
     "shifted, window and sinks-GQA-ulysses",
 )
 def test_as_on_one_device(plan, heads, method):
