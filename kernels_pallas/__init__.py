@@ -11,9 +11,10 @@ from kernels_pallas.partial_attention import merge_partial as merge_partial
 from kernels_pallas.prefill.attention import prefill_attention as prefill_attention
 from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
 from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
-from kernels_pallas.prefill.inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
 from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill.inputs import Trailing as Trailing
+from kernels_pallas.prefill.inputs import first_near_row as first_near_row
+from kernels_pallas.prefill.inputs import rows_before as rows_before
 from kernels_pallas.quantized.attention import coded_attention as coded_attention
 from kernels_pallas.quantized.attention import coded_parts as coded_parts
 from kernels_pallas.quantized.dequantise import dequantise as dequantise
@@ -22,6 +23,9 @@ from kernels_pallas.quantized.inputs import CodedConfig as CodedConfig
 from kernels_pallas.quantized.inputs import CodedPass as CodedPass
 from kernels_pallas.quantized.inputs import Plane as Plane
 from kernels_pallas.quantized.inputs import plane_fits as plane_fits
+from kernels_pallas.quantized.put_near import NearTokens as NearTokens
+from kernels_pallas.quantized.put_near import RingSnapshots as RingSnapshots
+from kernels_pallas.quantized.put_near import put_near as put_near
 from kernels_pallas.quantized.queries import arrange_gains as arrange_gains
 from kernels_pallas.quantized.round_tokens import Rounded as Rounded
 from kernels_pallas.quantized.round_tokens import round_tokens as round_tokens
@@ -37,6 +41,7 @@ from kernels_pallas.refusals import device_refusal as device_refusal
 from kernels_pallas.refusals import encode_refusal as encode_refusal
 from kernels_pallas.refusals import post_rope_refusal as post_rope_refusal
 from kernels_pallas.refusals import prefill_refusal as prefill_refusal
+from kernels_pallas.refusals import put_near_refusal as put_near_refusal
 from kernels_pallas.refusals import round_tokens_refusal as round_tokens_refusal
 from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import score_blocks_refusal as score_blocks_refusal

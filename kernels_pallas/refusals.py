@@ -15,6 +15,7 @@ from kernels_pallas.prefill.inputs import check_prefill
 from kernels_pallas.quantized.dequantise import check_dequantise
 from kernels_pallas.quantized.encode import check_encode
 from kernels_pallas.quantized.inputs import check_coded
+from kernels_pallas.quantized.put_near import check_put_near
 from kernels_pallas.quantized.round_tokens import check_round_tokens
 from kernels_pallas.quantized.turn_and_store import check_turn_and_store
 from kernels_pallas.rope.post_rope import checked_launch
@@ -50,6 +51,7 @@ decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
 dequantise_refusal = _refusal(check_dequantise)
 encode_refusal = _refusal(check_encode)
+put_near_refusal = _refusal(check_put_near)
 round_tokens_refusal = _refusal(check_round_tokens)
 scan_refusal = _refusal(check_scan)
 score_blocks_refusal = _refusal(check_score_blocks)

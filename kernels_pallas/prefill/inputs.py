@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import common
@@ -110,6 +111,16 @@ class Trailing(NamedTuple):
     start: Array
     sink_k: Array | None = None
     sink_v: Array | None = None
+
+
+def rows_before(window: int) -> int:
+    """Return the rows of a `Trailing` that may be before a chunk whose queries have this window."""
+    return -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
+
+
+def first_near_row(starts: Array, window: int) -> Array:
+    """Return `Trailing.start` for chunks that begin at the positions `starts`, [B] int32."""
+    return jnp.maximum(starts - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
 
 
 def check_prefill(

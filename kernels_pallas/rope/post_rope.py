@@ -113,7 +113,7 @@ class _Geometry(NamedTuple):
         return self.B * pl.cdiv(self.T, TILE_TOKENS)
 
 
-@lower_once("qk_rank", "keep_tail", "config")
+@lower_once("qk_rank", "keep_tail", "by_token", "config")
 def post_rope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -124,9 +124,10 @@ def post_rope(
     *,
     qk_rank: int,
     keep_tail: bool,
+    by_token: bool = False,
     config: PostRopeConfig | None = None,
-) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T H-R"] | None]:
-    """Apply rotary embedding and basis to queries and keys; keys are returned in the cache's layout.
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B _ _ R"], Float[Array, "B _ _ H-R"] | None]:
+    """Apply rotary embedding and basis to queries and keys.
 
     q and k share one dtype, bfloat16 or float16; the rotations are float16 or have the dtype of q. With
     bfloat16 q, float16 rotations are eight times as exact, and rotated values must stay below 65504.
@@ -144,6 +145,8 @@ def post_rope(
       k_rotation: basis of keys.
       qk_rank: R, a multiple of 16 up to H.
       keep_tail: whether to return the trailing coordinates.
+      by_token: whether keys are returned in the layout of k, [B, T, K, ·], or in that of a cache,
+        [B, K, T, ·].
       config: launch configuration; None uses the default.
 
     Returns:
@@ -177,10 +180,11 @@ def post_rope(
     ]
     B, N = q.shape[0], q.shape[2]
     widths = [g.R, g.C - g.R] if g.C > g.R else [g.R]
+    lead = (B, g.T, g.K) if by_token else (B, g.K, g.T)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, g=g, dtype=q.dtype),
+        functools.partial(_kernel, g=g, by_token=by_token, dtype=q.dtype),
         out_type=[jax.ShapeDtypeStruct((B, g.T, N, g.C), q.dtype)]
-        + [jax.ShapeDtypeStruct((B, g.K, g.T, width), q.dtype) for width in widths],
+        + [jax.ShapeDtypeStruct((*lead, width), q.dtype) for width in widths],
         grid=(g.units * g.shares,),
         grid_names=("cta",),
         num_threads=g.warpgroups,
@@ -188,8 +192,8 @@ def post_rope(
         kernel_name="zdc_post_rope",
     )
     rotated, *keys = kernel(*operands)
-    prefix, tail = (*keys, None)[:2]
-    return rotated[:, :T], prefix[:, :, :T], None if tail is None else tail[:, :, :T]
+    prefix, tail = (*(each[:, :T] if by_token else each[:, :, :T] for each in keys), None)[:2]
+    return rotated[:, :T], prefix, tail
 
 
 def checked_launch(
@@ -319,7 +323,7 @@ def _work(g: _Geometry) -> _Work:
     return _Work(g, kv, only_key * g.G, jnp.where(only_key == 1, 1, g.G), worker)
 
 
-def _kernel(*refs: Any, g: _Geometry, dtype: Any) -> None:
+def _kernel(*refs: Any, g: _Geometry, by_token: bool, dtype: Any) -> None:
     q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, q_out, *k_out = refs
     rotation_dtype = q_rotation.dtype
     w = g.column_block
@@ -382,7 +386,8 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any) -> None:
                 parts = [part.at[wg] for part in out]
                 _stage(parts, y.astype(dtype))
                 pl.when(member < g.G)(lambda: _store(parts, q_out.at[b, rows, kv * g.G + member]))
-                pl.when(member == g.G)(lambda: _store_keys(parts, [ref.at[b, kv, rows] for ref in k_out]))
+                keys = [ref.at[b, rows, kv] if by_token else ref.at[b, kv, rows] for ref in k_out]
+                pl.when(member == g.G)(lambda: _store_keys(parts, keys))
 
         plgpu.wait_smem_to_gmem(0)
 

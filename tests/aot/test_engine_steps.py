@@ -213,6 +213,17 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("name", "most"), [("dense", 66), ("coded near", 66)])
+def test_a_short_chunk_and_tokens_take_few_kernels(on_kernels, name, most):
+    # The host needs longer to start them than the GPU to run them. With a plan they were about 100.
+    rows = ROWS * (1 + WIDTH)
+    step = partial(programs.prefill_and_decode, 1, 512, ROWS)
+    _, step, _ = program(PLANS[name][0], step, (CHUNK_HEADER + 512 + rows,), prefills=True)
+    entry = step.as_text().partition("\nENTRY")[2]
+    assert len(re.findall(r" (?:fusion|custom-call|copy)\(", entry)) <= most
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("width", BETWEEN_POWERS)
 @pytest.mark.parametrize("name", ["dense", "coded near"])
 def test_chunks_between_powers_of_two_take_the_kernels_of_others(on_kernels, name, width):

@@ -8,14 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas import round_tokens
+from kernels_pallas import put_near, round_tokens
 from zdc_jax.cache.codes.code import Int8
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.codes.integers import ChannelIntegers
 from zdc_jax.cache.specs import coded_ring
 from zdc_jax.cache.specs.coded_ring import CodedRing
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, Snapshots
 from zdc_jax.errors import PlanError
+from zdc_jax.ops import new_tokens
 from zdc_jax.ops.new_keys import NewKeys
 
 B, K, G, H, S, SINKS, WINDOW = 2, 2, 2, 16, 30, 3, 7
@@ -90,6 +91,45 @@ def test_the_kernel_rounds_as_the_code_does(monkeypatch):
     for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(want.state), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * one.size
+
+
+def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
+    ring = replace(RING, code=FittedIntegers(8))
+    k, v = (jnp.asarray(tokens(K, seed)) for seed in range(2))
+    begin, end, rows = jnp.array([9, 4]), jnp.array([17, 9]), jnp.array([2, 0])
+    positions = begin[:, None] + jnp.arange(8)
+    earlier = ring.write(
+        ring.create(3, S),
+        NewKeys(jnp.stack([k[1], k[0], k[0]])),
+        jnp.stack([v[1], v[0], v[0]]),
+        jnp.broadcast_to(jnp.arange(S), (3, S)),
+        jnp.array([4, 5, 9]),
+    )
+    new = [jnp.stack([x[0, 9:17], x[1, 4:12]]) for x in (k, v)]
+    snapshots = Snapshots(jax.tree.leaves(ring.create(4, S)), jnp.array([12, 6]), jnp.array([1, 9]))
+
+    some = ring.of_rows(earlier, rows)
+    copies = snapshots.put(
+        jax.tree.leaves(ring.write_tail(some, NewKeys(new[0]), new[1], positions, snapshots.marks))
+    )
+    written, trailing = ring.join_prompt(some, NewKeys(new[0]), new[1], positions, end)
+    want = ring.with_rows(earlier, rows, written), copies
+
+    def put(*arguments, **options):
+        return put_near(*arguments, **options, interpret=True)
+
+    monkeypatch.setattr(new_tokens, "device_refusal", lambda x: None)
+    monkeypatch.setattr(new_tokens, "put_near", put)
+    state, found, made = ring.put_prompt(earlier, rows, NewKeys(new[0]), new[1], positions, end, snapshots)
+    for one, other in zip(*map(jax.tree.leaves, ((state, made), want)), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        # Another scale may be chosen where errors are equal, so codes may differ.
+        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * one.size
+    np.testing.assert_array_equal(found.start, trailing.start)
+    for name in ("k", "v", "sink_k", "sink_v"):
+        for b, length in enumerate(end if name in "kv" else [SINKS] * B):  # Later rows may have any values.
+            one, other = (np.asarray(getattr(x, name))[b, :, :length] for x in (found, trailing))
+            np.testing.assert_allclose(one, other, atol=0.05)
 
 
 def test_bytes():

@@ -68,11 +68,25 @@ def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> Non
     assert "mosaic_gpu" in lower(shapes, qk_rank=R, keep_tail=keep_tail)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [8, 1003])
+def test_keys_are_the_same_in_both_orders(T: int) -> None:
+    inputs = random_inputs(T=T, G=2, H=128, C=128, dtype=jnp.bfloat16)
+    fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
+    heads, tokens = (
+        jax.jit(functools.partial(post_rope, qk_rank=96, keep_tail=True, by_token=by_token))(*inputs)
+        for by_token in (False, True)
+    )
+    np.testing.assert_array_equal(heads[0], tokens[0])
+    for one, other in zip(heads[1:], tokens[1:], strict=True):
+        np.testing.assert_array_equal(one, other.swapaxes(1, 2))
+
+
 @pytest.mark.parametrize("K", [1, 8, 32])
 @pytest.mark.matrix
 def test_lowers_when_a_cta_shares_angles_among_heads(K: int) -> None:
     shapes = jax.eval_shape(lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, dtype=jnp.bfloat16))
-    assert "mosaic_gpu" in lower(shapes, qk_rank=64, keep_tail=True)
+    assert "mosaic_gpu" in lower(shapes, qk_rank=64, keep_tail=True, by_token=True)
 
 
 def test_reference_is_the_formula() -> None:

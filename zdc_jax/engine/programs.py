@@ -3,7 +3,7 @@
 Each takes the network, the state of the batch and packed numbers, and returns the new state and a result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.specs.spec import Snapshots
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import (
@@ -124,7 +125,7 @@ def prefill_chunk(
     cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
     hidden, cache = network.extend(cache, tokens[None], end[None])
     frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
-    tails = _put_tails(state.tails, cache.own, slot[None])
+    tails = Snapshots(state.tails, end[None], slot[None]).put(cache.own)
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
     return PrefillState(batch, tails), ((frontier,), hidden[0], None)
 
@@ -144,9 +145,9 @@ def prefill_and_decode(
     tokens, packed_rows = packed[headers_size:rows_at], packed[rows_at:].reshape(rows, 1 + WIDTH)
     row, begin, count, last, mark, slot = headers.T
     # Tokens that attend one by one store snapshots only where chunks end.
+    snapshots, place = Snapshots(state.tails, mark, slot), Place(row, begin, begin + count)
     is_inside = bool(state.tails) and not network.reproducible
-    place = Place(row, begin, begin + count, mark if is_inside else None)
-    cache, decoded, hidden, own = advance_with(
+    cache, decoded, hidden, tails = advance_with(
         network,
         state.batch,
         wanted=packed_rows[:, 0].astype(bool),
@@ -154,15 +155,16 @@ def prefill_and_decode(
         place=place,
         chunks=tokens,
         longest=longest,
+        snapshots=snapshots if is_inside else None,
     )
     if not is_inside:
-        own = [jnp.take(leaf, row, axis=0, mode="clip") for leaf in cache.own]
+        tails = snapshots.put([jnp.take(leaf, row, axis=0, mode="clip") for leaf in cache.own])
     ends = jnp.cumsum(count)
     frontiers = tuple(
         Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
         for one in (slice(i, i + 1) for i in range(several))
     )
-    state = PrefillState(state.batch._replace(cache=cache), _put_tails(state.tails, own, slot))
+    state = PrefillState(state.batch._replace(cache=cache), tails)
     return state, (frontiers, hidden, decoded)
 
 
@@ -238,9 +240,3 @@ def name_decode_loop(count: int, choice: Choice) -> str:
     The sampling one serves every choice but `greedy`.
     """
     return f"decode loop of {count} sequences, {'greedy' if choice == 'greedy' else 'any'}"
-
-
-def _put_tails(tails: list[Array], own: Sequence[Array], slots: Array) -> list[Array]:
-    """Store snapshots, leaves [P, …], in their slots; those with other slots are dropped."""
-    pairs = zip(tails, own, strict=True) if tails else ()
-    return [snapshot.at[slots].set(leaf, mode="drop") for snapshot, leaf in pairs]

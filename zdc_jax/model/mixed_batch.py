@@ -7,6 +7,7 @@ and prefill have their own kernels: prefill kernels get one padded sequence per 
 
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
@@ -32,14 +33,11 @@ class Place(NamedTuple):
       row: row of the cache that the chunk extends.
       begin: position of the chunk's first token.
       end: number of tokens in the row after the chunk.
-      mark: number of tokens in the row at which a snapshot is taken of what it stores outside pages; None for
-        no snapshots.
     """
 
     row: Int[Array, " P"]
     begin: Int[Array, " P"]
     end: Int[Array, " P"]
-    mark: Int[Array, " P"] | None = None
 
     def lengths_after(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the lengths of all rows after the chunks, given those of the other rows."""
@@ -92,6 +90,7 @@ def extend_together(
     end: Int[Array, " b"],
     implementation: Implementation | None = None,
     longest: int | None = None,
+    snapshots: Snapshots | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, list[Array]]:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
@@ -109,19 +108,23 @@ def extend_together(
       end: number of tokens in each of these rows afterwards, without those of the chunks.
       implementation: of attention; None chooses.
       longest: most tokens of each of several chunks; default T.
+      snapshots: snapshots of the chunks' rows, with leaves in the order of `KVCache.own`.
 
     Returns:
       Hidden states of the chunks (unspecified for padding), hidden states of the tokens, the extended cache,
-      and the snapshots of `place.mark`, leaves [P, …] in the order of `KVCache.own`.
+      and the leaves of `snapshots` with the new ones.
     """
     T, count = len(chunks), len(tokens)
     packing = Packing.of(place, T, T if longest is None or len(place.row) == 1 else longest)
     chunk_positions = place.begin[packing.chunk] + packing.offset
     positions = jnp.concatenate([chunk_positions, cache.lengths[:count]])[None]
     x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
-    aux, states, tails = (None, None), list(cache.layers), []
+    aux, states, copies = (None, None), list(cache.layers), []
+    leaves = iter(snapshots.leaves if snapshots else ())
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
-        x, states[index], aux, tail = _layer(
+        count_own = spec.pooled(states[index]).count(False)
+        own = snapshots and snapshots._replace(leaves=list(islice(leaves, count_own)))
+        x, states[index], aux, new_copies = _layer(
             block,
             spec,
             x,
@@ -132,12 +135,13 @@ def extend_together(
             positions,
             end,
             cache.table,
+            own,
             implementation,
         )
-        tails += tail
+        copies += new_copies
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
     extended = replace(cache, layers=tuple(states), lengths=lengths)
-    return x[0, :T], x[0, T:], extended, tails
+    return x[0, :T], x[0, T:], extended, copies
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -152,12 +156,13 @@ def _layer(
     positions: Int[Array, "1 T_and_b"],
     end: Int[Array, " b"],
     table: Int[Array, "B n"] | None,
+    snapshots: Snapshots | None,
     implementation: Implementation | None,
 ) -> tuple[Array, State, tuple[Any, Any], list[Array]]:
     """Extend the cache by one layer's keys and values of chunks and tokens.
 
     `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens. The last result
-    has the layer's snapshots.
+    has the leaves of the layer's snapshots.
     """
     count, T = len(end), x.shape[1] - len(end)
     call = partial(Call, block.attention.scale, implementation)
@@ -171,8 +176,6 @@ def _layer(
     chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     token_table = None if table is None else table[:count]
     chunk_positions = place.begin[:, None] + jnp.arange(packing.source.shape[1])
-    # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
-    x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
     def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         batch = jnp.arange(count)
@@ -185,19 +188,20 @@ def _layer(
 
     def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         q, k, v = map_tokens(take_chunks, *qkv)
-        of_chunks = call(table=chunk_table, marks=place.mark)
-        prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks)
-        updated, tail = spec.with_rows(state, place.row, prefilled.state), prefilled.tail or []
+        of_chunks = call(table=chunk_table)
+        prefilled, copies = spec.attend_sequences(
+            state, place.row, q, k, v, chunk_positions, place.end, aux[0], of_chunks, snapshots
+        )
         if not count:
-            return packing.pack(prefilled.o), (updated, (prefilled.aux, None), tail)
+            return packing.pack(prefilled.o), (prefilled.state, (prefilled.aux, None), copies)
         # Without the barrier XLA may copy a pool: it cannot see that chunks read it before tokens write it.
-        o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), updated))
+        o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), prefilled.state))
         q, k, v = map_tokens(take_tokens, *qkv)
         some, of_tokens = spec.first_rows(updated, count), call(table=token_table)
         decoded = spec.attend(some, q, k, v, take_tokens(positions), end, aux[1], of_tokens)
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
-        return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), tail)
+        return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), copies)
 
     attend = attend_alike if block.reproducible else attend_apart
-    x, (state, aux, tail) = block(x, positions, attend, implementation, spec.project)
-    return x, state, aux, tail
+    x, (state, aux, copies) = block(x, positions, attend, implementation, spec.project)
+    return x, state, aux, copies

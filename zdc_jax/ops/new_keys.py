@@ -79,12 +79,15 @@ class NewKeys(NamedTuple):
         )
 
     def rotate(
-        self, q: Float[Array, "B T N H"], implementation: Implementation | None
+        self, q: Float[Array, "B T N H"], implementation: Implementation | None, *, by_token: bool = False
     ) -> tuple[Float[Array, "B T N C"], "NewKeys"]:
-        """Return queries and keys after rotary embedding and basis; unchanged if both are applied."""
+        """Return queries and keys after rotary embedding and basis; unchanged if both are applied.
+
+        `by_token` is the order in memory, as in `rope_and_basis`.
+        """
         if self.turn is None:
             return q, self
-        q, keys = rope_and_basis(q, self.keys, *self.turn, implementation)
+        q, keys = rope_and_basis(q, self.keys, *self.turn, implementation, by_token=by_token)
         return q, self._replace(keys=keys, turn=None)
 
     def block_scores(self, slots: int, scale: float) -> Float[Array, "B T N blocks"] | None:

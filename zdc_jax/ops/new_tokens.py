@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
+    NearTokens,
     Plane,
+    RingSnapshots,
     Rounded,
     Stored,
     TurnedQueries,
@@ -19,6 +21,8 @@ from kernels_pallas import (
     device_refusal,
     encode,
     encode_refusal,
+    put_near,
+    put_near_refusal,
     round_tokens,
     round_tokens_refusal,
     turn_and_store,
@@ -70,6 +74,34 @@ def round_with_kernel(x: Sequence[Float[Array, "B T K _"]], bits: int | None) ->
     if bits is None or device_refusal(x[0]) or round_tokens_refusal(x, bits):
         return None
     return round_tokens(x, bits)
+
+
+def put_near_with_kernel(
+    x: Sequence[Float[Array, "B T K _"]],
+    rings: Sequence[Plane],
+    rows: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
+    near: tuple[int, int],
+    snapshots: RingSnapshots | None = None,
+) -> NearTokens | None:
+    """Quantize the tokens x at `positions` below `end` into rings, with one kernel; None if it cannot.
+
+    Args:
+      x: keys and values.
+      rings: rings of keys and of values.
+      rows: ring of each sequence.
+      positions: position of each token.
+      end: length of each sequence.
+      near: sinks and window.
+      snapshots: copies of the rings to make.
+    """
+    sinks, window = near
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "snapshots": snapshots}
+    start = positions[:, 0]
+    if device_refusal(x[0]) or put_near_refusal(x, rings, rows, start, end, **options):
+        return None
+    return put_near(x, rings, rows, start, end, **options)
 
 
 def rotate_and_store(

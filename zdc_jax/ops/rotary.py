@@ -102,11 +102,14 @@ def rope_and_basis(
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
     implementation: Implementation | None,
+    *,
+    by_token: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
     """Compute RoPE(q) A_Q and RoPE(k) A_K; query heads share the basis of their KV head.
 
     With `implementation` `pallas` or None, the kernel serves the calls that it supports. XLA serves the
-    others, with the same result.
+    others, with the same result. The kernel writes keys token by token if `by_token`, else head by head;
+    XLA copies them if they are read in the other order.
     """
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
@@ -117,8 +120,9 @@ def rope_and_basis(
         return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
 
     if implementation in (None, "pallas") and refusal() is None:
-        queries, keys, _ = post_rope(**operands(*arrays), **options)
-        return queries.reshape(*q.shape[:3], C), keys.swapaxes(1, 2).reshape(*k.shape[:3], C)
+        queries, keys, _ = post_rope(**operands(*arrays), **options, by_token=by_token)
+        keys = keys if by_token else keys.swapaxes(1, 2)
+        return queries.reshape(*q.shape[:3], C), keys.reshape(*k.shape[:3], C)
     frequencies = jnp.asarray(frequencies, jnp.float32)
     q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
     B, T, N, _ = q.shape

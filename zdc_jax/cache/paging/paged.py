@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.paging.pages import Pages, pools_of
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, Snapshots, State, move_shift
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
@@ -89,9 +89,8 @@ class Paged(LayerCacheSpec):
             tail = None if call.marks is None else self._take_tail(state, k, v, positions, call.marks)
             return self.spec.attend(state, q, k, v, positions, end, aux, call)._replace(tail=tail)
         assert table is not None
-        leaves, tree = jax.tree.flatten(state)
-        pages = [Pages(leaf, table) if pool else leaf for leaf, pool in zip(leaves, pooled, strict=True)]
-        paged_state = jax.tree.unflatten(tree, pages)
+        paged_state = self._with_pages(state, table)
+        pages, tree = jax.tree.flatten(paged_state, is_leaf=lambda leaf: isinstance(leaf, Pages))
         tail = None if call.marks is None else self._take_tail(paged_state, k, v, positions, call.marks)
         if self.spec.reads_pages(paged_state, q, v, call):
             attended = self.spec.attend(paged_state, q, k, v, positions, end, aux, call)
@@ -107,6 +106,33 @@ class Paged(LayerCacheSpec):
             for old, new in zip(pages, jax.tree.leaves(attended.state), strict=True)
         ]
         return attended._replace(state=jax.tree.unflatten(tree, written), tail=tail)
+
+    def attend_sequences(
+        self,
+        state: State,
+        rows: Array,
+        q: Array,
+        k: NewKeys,
+        v: Any,
+        positions: Array,
+        end: Array,
+        aux: Any,
+        call: Call,
+        snapshots: Snapshots | None = None,
+    ) -> tuple[Attended, list[Array]]:
+        if call.table is not None:
+            paged_state = self._with_pages(state, call.table)
+            placed = self.spec.attend_in_place(paged_state, rows, q, k, v, positions, end, call, snapshots)
+            if placed is not None:
+                attended, copies = placed
+                return attended._replace(state=pools_of(attended.state)[0], aux=aux), copies
+        return super().attend_sequences(state, rows, q, k, v, positions, end, aux, call, snapshots)
+
+    def _with_pages(self, state: State, table: Array) -> State:
+        """Return a state whose pools have the page table."""
+        leaves, tree = jax.tree.flatten(state)
+        pairs = zip(leaves, self.pooled(state), strict=True)
+        return jax.tree.unflatten(tree, [Pages(leaf, table) if pool else leaf for leaf, pool in pairs])
 
     def _take_tail(self, state: State, k: NewKeys, v: Any, positions: Array, marks: Array) -> list[Array]:
         """Return the leaves outside pages when sequences have `marks` tokens; `state` is that before."""

@@ -100,7 +100,7 @@ class CodedFar(NearFar):
                 near = self.near.decode_stored(written.near, q, last, call, of_near)
                 o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
                 return Attended(written, o, lse, aux)
-            q, k = k.rotate(q, call.implementation)
+            q, k = k.rotate(q, call.implementation, by_token=True)
         rings = jax.tree.leaves(state.near)
         if len(rings[0]) == len(q) or self._decodes_in_place(state, q, v, call):
             return super().attend(state, q, k, v, positions, end, aux, call)

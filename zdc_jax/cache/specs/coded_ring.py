@@ -7,12 +7,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import CodedPass, Plane, Trailing
+from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
-from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel, restore_tree
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_ring
-from zdc_jax.cache.specs.spec import Attended, Call
+from zdc_jax.cache.specs.spec import Attended, Call, Snapshots
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
@@ -23,7 +23,7 @@ from zdc_jax.ops.cache_attention import (
     takes_kernels,
 )
 from zdc_jax.ops.new_keys import NewKeys
-from zdc_jax.ops.new_tokens import round_with_kernel
+from zdc_jax.ops.new_tokens import put_near_with_kernel, round_with_kernel
 from zdc_jax.ops.slots import last_read, slot_of_token
 
 
@@ -124,10 +124,48 @@ class CodedRing(PrefixRing):
     def join_prompt(
         self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
     ) -> tuple[PrefixRingState, Trailing]:
+        whole = jnp.arange(len(end), dtype=jnp.int32)
+        if placed := self.put_prompt(state, whole, k, v, positions, end):
+            return placed[:2]
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
         _, rows = self.unquantized.join_prompt(decoded, k._replace(keys=read_k), read_v, positions, end)
         return self._put(state, coded_k, coded_v, positions, end), rows
+
+    def put_prompt(
+        self,
+        state: PrefixRingState,
+        rows: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        snapshots: Snapshots | None = None,
+    ) -> tuple[PrefixRingState, Trailing, list[Array]] | None:
+        """Compute `join_prompt` for the sequences `rows` of a batch, with one kernel in place.
+
+        Returns:
+          The rings of the batch, the near tokens that the queries read, and the leaves of `snapshots` with
+          the new copies; None if no kernel can serve the call.
+        """
+        rings = self.kernel_rings(state)
+        if rings is None:
+            return None
+        copies, tree = snapshots and snapshots.leaves, jax.tree.structure(state)
+        kept = jax.tree.unflatten(tree, copies) if copies else None
+        held = self.kernel_rings(kept) if kept is not None else None
+        of_rings = RingSnapshots(held, snapshots.marks, snapshots.slots) if snapshots and held else None
+        found = put_near_with_kernel((k.keys, v), rings, rows, positions, end, state.near, of_rings)
+        if found is None:
+            return None
+
+        def restore(old: PrefixRingState, planes: list[Plane]) -> PrefixRingState:
+            pairs = zip((old.ring_k, old.ring_v), planes, strict=True)
+            ring_k, ring_v = (restore_tree(leaves, [plane]) for leaves, plane in pairs)
+            return replace(old, ring_k=ring_k, ring_v=ring_v)
+
+        written = [] if kept is None else jax.tree.leaves(restore(kept, found.snapshots))
+        return restore(state, found.rings), found.trailing, written
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])

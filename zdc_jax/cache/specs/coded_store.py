@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import CodedPass, Plane
+from kernels_pallas import CodedPass, Plane, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import kernel_planes
 from zdc_jax.cache.paging.pages import Pages, pools_of
 from zdc_jax.cache.specs.coded_far import CodedFar
+from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
-from zdc_jax.cache.specs.spec import Attended, Call, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, Snapshots, move_shift, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
@@ -137,21 +138,63 @@ class CodedStore(CodedFar):
         end: Array,
         call: Call,
     ) -> Attended | None:
-        pools, table = pools_of(state.far)
+        if not self._can_join(state, q, call):
+            return None
+        near, trailing = self.near.join_prompt(state.near, k, v, positions, end)
+        return self._attend_joined(NearFarState(near, state.far), trailing, q, k, v, positions, end, call)
+
+    def attend_in_place(
+        self,
+        state: NearFarState,
+        rows: Array,
+        q: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        call: Call,
+        snapshots: Snapshots | None = None,
+    ) -> tuple[Attended, list[Array]] | None:
+        ring = self.near
+        if not isinstance(ring, CodedRing) or not self._can_join(state, q, call):
+            return None
+        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far), end)
+        q, k = k.rotate(q, call.implementation, by_token=True)
+        placed = ring.put_prompt(state.near, rows, k, v, positions, end, snapshots)
+        if placed is None:
+            return None
+        near, trailing, copies = placed
+        new = NearFarState(near, state.far)
+        return self._attend_joined(new, trailing, q, k, v, positions, end, call), copies
+
+    def _can_join(self, state: NearFarState, q: Array, call: Call) -> bool:
+        """Return whether one kernel computes attention of a chunk to near and to dequantized far tokens."""
         is_whole = self.R == self.Z == self.head_dim and state.near.near == (self.sinks, self.window)
         if q.shape[1] == 1 or not is_whole or not can_join(self.sinks, self.window):
-            return None
-        if not self._can_dequantize(pools, table, q, call):
-            return None
-        near, rows = self.near.join_prompt(state.near, k, v, positions, end)
+            return False
+        return self._can_dequantize(*pools_of(state.far), q, call)
+
+    def _attend_joined(
+        self,
+        state: NearFarState,
+        trailing: Trailing,
+        q: Array,
+        k: NewKeys,
+        v: Array,
+        positions: Array,
+        end: Array,
+        call: Call,
+    ) -> Attended:
+        """Write new tokens to the store and attend to it and to the near tokens `trailing`."""
         far = self.write_far(state, k, v, positions, end)
-        planes = self._convert_planes(pools_of(far)[0])
+        pools, table = pools_of(far)
+        planes = self._convert_planes(pools)
         far_k, far_v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
         o, lse = near_far_attention(
             q,
             far_k,
             far_v,
-            rows,
+            trailing,
             positions,
             scale=call.scale,
             sinks=self.sinks,
@@ -159,7 +202,7 @@ class CodedStore(CodedFar):
             end=end,
             block_scores=call.block_scores,
         )
-        return Attended(NearFarState(near, far), o, lse, None)
+        return Attended(NearFarState(state.near, far), o, lse, None)
 
     def far_pass(
         self,

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
-    TAIL_ALIGNMENT,
     CodedPass,
     Parts,
     Ring,
     Trailing,
     decode_attention,
     decode_parts,
+    first_near_row,
     prefill_attention,
+    rows_before,
 )
 from zdc_jax.axes import Array
 from zdc_jax.cache.paging.pages import Pages, pools_of
@@ -466,8 +467,7 @@ def _list_near_rows(
       start: position of the first new token.
       sinks, window: near tokens.
     """
-    past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
-    first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
+    first, past = first_near_row(start, window), rows_before(window)
     rows = partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
     of_sinks = (ring[:, :, window:] for ring in (written.ring_k, written.ring_v)) if sinks else (None, None)
     return Trailing(rows(state.ring_k, k), rows(state.ring_v, v), first, *of_sinks)

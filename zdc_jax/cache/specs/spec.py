@@ -5,7 +5,7 @@ layer of a plan to a spec. `tests/cache_contract.py` holds the contract that eve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -70,6 +70,25 @@ class Call:
     arranged_scores: Callable[[Array], Array] | None = None
     copies: int = 1
     marks: Array | None = None
+
+
+class Snapshots(NamedTuple):
+    """Copies of what sequences store outside pages, taken in the middle of a chunk.
+
+    Attributes:
+      leaves: copies of each leaf outside pages, [copies, …].
+      marks: lengths of the sequences at which they are taken, [B] int32.
+      slots: number of each copy, [B] int32; those with other numbers are dropped.
+    """
+
+    leaves: list[Array]
+    marks: Array
+    slots: Array
+
+    def put(self, taken: Sequence[Array]) -> list[Array]:
+        """Return `leaves` with the copies `taken`, leaves [B, …]; nothing if there is no room for copies."""
+        pairs = zip(self.leaves, taken, strict=True) if self.leaves else ()
+        return [leaf.at[self.slots].set(copy, mode="drop") for leaf, copy in pairs]
 
 
 def move_shift(k: NewKeys, call: Call, slots: int, end: Array | None = None) -> tuple[NewKeys, Call]:
@@ -182,6 +201,57 @@ class LayerCacheSpec(ABC):
         Raises:
           NotImplementedError: the requested implementation does not support this call; the message says why.
         """
+
+    def attend_sequences(
+        self,
+        state: State,
+        rows: Int[Array, " P"],
+        q: Float[Array, "P T N _"],
+        k: NewKeys,
+        v: Any,
+        positions: Int[Array, "P T"],
+        end: Int[Array, " P"],
+        aux: Any,
+        call: Call,
+        snapshots: Snapshots | None = None,
+    ) -> tuple[Attended, list[Array]]:
+        """Compute `attend` for the sequences `rows` of a batch.
+
+        Args:
+          state: cache of the batch. Sequences outside it are not stored, and their results are unspecified.
+          rows: index of each sequence.
+          q, k, v, positions, end, aux, call: arguments of `attend` for these sequences.
+          snapshots: copies to take; only of paged caches.
+
+        Returns:
+          The result, with the state of the batch, and the leaves of `snapshots` with the new copies.
+        """
+        # Without the barrier XLA reads rows and pages of several layers at once and copies the written
+        # buffers.
+        q, some, state = jax.lax.optimization_barrier((q, self.of_rows(state, rows), state))
+        call = call if snapshots is None else replace(call, marks=snapshots.marks)
+        attended = self.attend(some, q, k, v, positions, end, aux, call)
+        copies = snapshots.put(attended.tail or []) if snapshots else []
+        return attended._replace(state=self.with_rows(state, rows, attended.state), tail=None), copies
+
+    def attend_in_place(
+        self,
+        state: State,
+        rows: Int[Array, " P"],
+        q: Float[Array, "P T N _"],
+        k: NewKeys,
+        v: Any,
+        positions: Int[Array, "P T"],
+        end: Int[Array, " P"],
+        call: Call,
+        snapshots: Snapshots | None = None,
+    ) -> tuple[Attended, list[Array]] | None:
+        """Compute `attend_sequences` without `aux`; kernels update the leaves outside pages in place.
+
+        Returns:
+          The result; None where no kernel can do so, as for specs without an override.
+        """
+        return None
 
     def attend_whole(
         self,
