@@ -176,6 +176,8 @@ def _layer(
     chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     token_table = None if table is None else table[:count]
     chunk_positions = place.begin[:, None] + jnp.arange(packing.source.shape[1])
+    # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
+    x, state = jax.lax.optimization_barrier((x, state))
 
     def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         batch = jnp.arange(count)

@@ -226,9 +226,8 @@ class LayerCacheSpec(ABC):
         Returns:
           The result, with the state of the batch, and the leaves of `snapshots` with the new copies.
         """
-        # Without the barrier XLA reads rows and pages of several layers at once and copies the written
-        # buffers.
-        q, some, state = jax.lax.optimization_barrier((q, self.of_rows(state, rows), state))
+        # The barrier orders the read before the write, so that XLA writes in place.
+        some, state = jax.lax.optimization_barrier((self.of_rows(state, rows), state))
         call = call if snapshots is None else replace(call, marks=snapshots.marks)
         attended = self.attend(some, q, k, v, positions, end, aux, call)
         copies = snapshots.put(attended.tail or []) if snapshots else []
