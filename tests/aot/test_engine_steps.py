@@ -17,6 +17,7 @@ from kernels_pallas import lowering
 from kernels_pallas.lowering_processes import Processes
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.tails import Tails
 from zdc_jax.engine import choosing, programs
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import (
@@ -76,8 +77,7 @@ def arguments(plan: CompressionPlan, longest: int):
     def make() -> PrefillState:
         layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
         cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
-        tails = [jnp.zeros((layout.tails or 0, *leaf.shape[1:]), leaf.dtype) for leaf in cache.own]
-        return PrefillState(DecodeState.of(cache), tails if layout.tails else [])
+        return PrefillState(DecodeState.of(cache), Tails.empty(cache, layout.tails) if layout.tails else None)
 
     return Flat.of(network), FlatPrefillState.of(jax.eval_shape(make))
 

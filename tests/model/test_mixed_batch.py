@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from conftest import TinyModel
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
+from zdc_jax.cache.tails import Tails
 from zdc_jax.model.mixed_batch import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS
@@ -30,30 +32,25 @@ PAGED = [
 ]
 
 
-def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
+def alone(network, cache: KVCache, place: Place, pieces, tokens, end, tails: Tails):
     """Run each chunk, then the tokens. Chunks are padded to one length, for one program.
 
     A snapshot is what a chunk that ends there leaves outside pages.
     """
-    states, tails, first, lengths = [], [], 0, cache.lengths
-    for row, begin, last, mark in zip(*place, strict=True):
+    states, first, lengths = [], 0, cache.lengths
+    for row, begin, last, mark, slot in zip(*place, strict=True):
         if row == NOWHERE:
             continue
         one = replace(cache.row(row), lengths=begin[None]).release(begin[None] == 0)
         count = last - begin
         piece = jnp.pad(pieces[first : first + count], (0, PIECE - count))
-        tails.append(network.extend(one, piece[None], mark[None])[1].own)
+        tails = tails.put(network.extend(one, piece[None], mark[None])[1].own, slot[None])
         hidden, one = network.extend(one, piece[None], last[None])
         cache, first = cache.with_row(row, one), first + count
         states.append(hidden[0, :count])
     decoded, cache = network.extend(replace(cache, lengths=lengths), tokens[:, None], end)
     cache = replace(cache, lengths=place.lengths_after(end))
-    return (
-        np.concatenate(states),
-        decoded[:, 0],
-        cache,
-        [jnp.concatenate(leaf) for leaf in zip(*tails, strict=True)],
-    )
+    return np.concatenate(states), decoded[:, 0], cache, tails
 
 
 @pytest.mark.matrix("fp8-two chunks and none")
@@ -76,7 +73,8 @@ def test_together_is_one_after_the_other(name, steps):
     held = {"alone": cache, "together": cache}
     for step in STEPS[steps]:
         row, begin, count = jnp.array(step, jnp.int32).T
-        place = Place(row, begin, begin + count, begin + (count + 1) // 2)
+        slot = jnp.where(row < ROWS, jnp.arange(len(row)) * 2, 2**30)
+        place = Place(row, begin, begin + count, begin + (count + 1) // 2, slot)
         readers = [row for row, _, _ in step if row != NOWHERE]
         pieces = jnp.concatenate([text[row, begin : begin + count] for row, begin, count in step])
         padded, found, tails = jnp.pad(pieces, (0, PIECE - len(pieces))), {}, {}
@@ -87,11 +85,15 @@ def test_together_is_one_after_the_other(name, steps):
             lengths = jnp.where(decode, held[way].lengths, 0)
             tokens, end = text[jnp.arange(ROWS), lengths], lengths + decode
             given = replace(held[way], lengths=lengths), place, padded, tokens, end
-            read, decoded, held[way], tails[way] = run(network, *given)
+            read, decoded, held[way], tails[way] = run(
+                network, *given, tails=Tails.empty(held[way], 2 * len(row))
+            )
             found[way] = np.concatenate([read[: len(pieces)], decoded[decode]])
         assert_same(specs, found)
-        for expected, tail in zip(tails["alone"], tails["together"], strict=True):
-            assert_close_tail(tail[: len(readers)], expected)
+        for expected, tail in zip(
+            jax.tree.leaves(tails["alone"]), jax.tree.leaves(tails["together"]), strict=True
+        ):
+            assert_close_tail(tail, expected)
         np.testing.assert_array_equal(held["together"].lengths, held["alone"].lengths)
     last = {way: network.extend(each, text[:, :1], each.lengths + 1)[0] for way, each in held.items()}
     assert_same(specs, last)

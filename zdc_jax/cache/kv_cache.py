@@ -1,8 +1,9 @@
 """The KV cache of a whole model, and memory checks before it is allocated."""
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,26 +75,27 @@ class KVCache:
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
 
     @property
-    def own(self) -> list[Array]:
-        """Leaves of all layers that begin with the axis B: all but page pools."""
-        return [leaf for leaf, pooled in self._list_leaves() if not pooled]
+    def own(self) -> list[list[Array]]:
+        """Leaves of each layer that begin with the axis B: all but page pools."""
+        return [[leaf for leaf, pooled in layer if not pooled] for layer in self._list_leaves()]
 
     @property
     def pools(self) -> list[Array]:
         """Page pools of all layers."""
-        return [leaf for leaf, pooled in self._list_leaves() if pooled]
+        return [leaf for layer in self._list_leaves() for leaf, pooled in layer if pooled]
 
-    def with_own(self, own: Sequence[Array]) -> "KVCache":
+    def with_own(self, own: Sequence[Sequence[Array]]) -> "KVCache":
         """Return the cache with the leaves of `own` replaced."""
-        return self._with_leaves(own, pooled=False)
+        return self._with_leaves(itertools.chain.from_iterable(own), pooled=False)
 
     def with_pools(self, pools: Sequence[Array]) -> "KVCache":
         """Return the cache with its page pools replaced."""
         return self._with_leaves(pools, pooled=True)
 
-    def _with_leaves(self, leaves: Sequence[Array], *, pooled: bool) -> "KVCache":
+    def _with_leaves(self, leaves: Iterable[Array], *, pooled: bool) -> "KVCache":
         new, tree = iter(leaves), jax.tree.structure(self.layers)
-        all_leaves = [next(new) if is_pool == pooled else leaf for leaf, is_pool in self._list_leaves()]
+        old = itertools.chain.from_iterable(self._list_leaves())
+        all_leaves = [next(new) if is_pool == pooled else leaf for leaf, is_pool in old]
         return replace(self, layers=jax.tree.unflatten(tree, all_leaves))
 
     def row(self, index: Array) -> "KVCache":
@@ -127,10 +129,10 @@ class KVCache:
         lengths = jnp.concatenate([some.lengths, self.lengths[len(some.lengths) :]])
         return replace(self, layers=states, lengths=lengths)
 
-    def _list_leaves(self) -> list[tuple[Array, bool]]:
+    def _list_leaves(self) -> list[list[tuple[Array, bool]]]:
+        """Return the leaves of each layer, and which are page pools."""
         layers = zip(self.specs, self.layers, strict=True)
-        pooled = [is_pool for spec, state in layers for is_pool in spec.pooled(state)]
-        return list(zip(jax.tree.leaves(self.layers), pooled, strict=True))
+        return [list(zip(jax.tree.leaves(state), spec.pooled(state), strict=True)) for spec, state in layers]
 
     def bytes(self) -> int:
         """Return the bytes of all arrays and the `fixed_bytes` of the specs; equals `cache_bytes`."""

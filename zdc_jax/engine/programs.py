@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.cache.specs.spec import Snapshots
+from zdc_jax.cache.tails import Tails
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import (
@@ -40,11 +40,11 @@ class PrefillState(NamedTuple):
 
     Attributes:
       batch: state of the batch.
-      tails: snapshots of state outside pages, leaves [slots, …] in the order of `KVCache.own`.
+      tails: snapshots of state outside pages; None if there are none.
     """
 
     batch: DecodeState
-    tails: list[Array]
+    tails: Tails | None
 
 
 class FlatState(NamedTuple):
@@ -74,7 +74,7 @@ class FlatPrefillState(NamedTuple):
     """A `PrefillState` between two programs."""
 
     batch: FlatState
-    tails: Flat[list[Array]]
+    tails: Flat[Tails | None]
 
     @classmethod
     def of(cls, state: PrefillState) -> "FlatPrefillState":
@@ -125,7 +125,7 @@ def prefill_chunk(
     cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
     hidden, cache = network.extend(cache, tokens[None], end[None])
     frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
-    tails = Snapshots(state.tails, end[None], slot[None]).put(cache.own)
+    tails = state.tails and state.tails.put(cache.own, slot[None])
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
     return PrefillState(batch, tails), ((frontier,), hidden[0], None)
 
@@ -145,9 +145,8 @@ def prefill_and_decode(
     tokens, packed_rows = packed[headers_size:rows_at], packed[rows_at:].reshape(rows, 1 + WIDTH)
     row, begin, count, last, mark, slot = headers.T
     # Tokens that attend one by one store snapshots only where chunks end.
-    snapshots, place = Snapshots(state.tails, mark, slot), Place(row, begin, begin + count)
-    is_inside = bool(state.tails) and not network.reproducible
-    cache, decoded, hidden, tails = advance_with(
+    place, tails = Place(row, begin, begin + count, mark, slot), state.tails
+    cache, decoded, hidden, new_tails = advance_with(
         network,
         state.batch,
         wanted=packed_rows[:, 0].astype(bool),
@@ -155,16 +154,17 @@ def prefill_and_decode(
         place=place,
         chunks=tokens,
         longest=longest,
-        snapshots=snapshots if is_inside else None,
+        tails=None if network.reproducible else tails,
     )
-    if not is_inside:
-        tails = snapshots.put([jnp.take(leaf, row, axis=0, mode="clip") for leaf in cache.own])
+    if network.reproducible and tails:
+        own = [[jnp.take(leaf, row, axis=0, mode="clip") for leaf in layer] for layer in cache.own]
+        new_tails = tails.put(own, slot)
     ends = jnp.cumsum(count)
     frontiers = tuple(
         Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
         for one in (slice(i, i + 1) for i in range(several))
     )
-    state = PrefillState(state.batch._replace(cache=cache), tails)
+    state = PrefillState(state.batch._replace(cache=cache), new_tails)
     return state, (frontiers, hidden, decoded)
 
 
@@ -205,17 +205,18 @@ def decode_loop(
     return state.with_first(some), chosen
 
 
-def restore_tail(cache: Flat[KVCache], tails: Flat[list[Array]], pair: Array) -> Flat[KVCache]:
+def restore_tail(cache: Flat[KVCache], tails: Flat[Tails], pair: Array) -> Flat[KVCache]:
     """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
     (row, tail), whole = pair, cache.whole
-    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails.whole, whole.own, strict=True)]
+    pairs = zip(whole.own, tails.whole.take(tail), strict=True)
+    own = [[leaf.at[row].set(copy[0]) for leaf, copy in zip(*pair, strict=True)] for pair in pairs]
     return Flat.of(whole.with_own(own))
 
 
 def clear(cache: Flat[KVCache], row: Array, pages: Array) -> Flat[KVCache]:
     """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
     whole = cache.whole
-    whole = whole.with_own([leaf.at[row].set(0) for leaf in whole.own])
+    whole = whole.with_own([[leaf.at[row].set(0) for leaf in layer] for layer in whole.own])
     return Flat.of(whole.with_pools([pool.at[pages].set(0) for pool in whole.pools]))
 
 

@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.specs.spec import LayerCacheSpec, Snapshots
+from zdc_jax.cache.specs.spec import LayerCacheSpec
+from zdc_jax.cache.tails import Tails
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.shaping import Shaping
@@ -241,22 +242,22 @@ def advance_with(
     place: Place,
     chunks: Int[Array, " T"],
     longest: int,
-    snapshots: Snapshots | None = None,
-) -> tuple[KVCache, Frontier, Float[Array, "T D"], list[Array]]:
+    tails: Tails | None = None,
+) -> tuple[KVCache, Frontier, Float[Array, "T D"], Tails | None]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
     Each of several chunks has at most `longest` tokens. Returns the cache, the frontier of the first b
-    sequences, the hidden states of the chunks, and the leaves of `snapshots` (`extend_together`).
+    sequences, the hidden states of the chunks, and the snapshots (`extend_together`).
     """
     count, lengths = len(wanted), state.cache.lengths
     cache, active, end = select_active(state.first(count), wanted, numbers)
     visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
-    chunk_hidden, hidden, longer, copies = extend_together(
-        network, visible, place, chunks, state.last[:count], end, longest=longest, snapshots=snapshots
+    chunk_hidden, hidden, longer, tails = extend_together(
+        network, visible, place, chunks, state.last[:count], end, longest=longest, tails=tails
     )
     kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
     cache = replace(longer, lengths=place.lengths_after(kept))
-    return cache, Frontier(hidden, active, end), chunk_hidden, copies
+    return cache, Frontier(hidden, active, end), chunk_hidden, tails
 
 
 def select_active(

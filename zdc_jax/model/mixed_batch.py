@@ -7,7 +7,6 @@ and prefill have their own kernels: prefill kernels get one padded sequence per 
 
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jaxtyping import Float, Int, Shaped
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
+from zdc_jax.cache.tails import Tails
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
@@ -33,11 +33,15 @@ class Place(NamedTuple):
       row: row of the cache that the chunk extends.
       begin: position of the chunk's first token.
       end: number of tokens in the row after the chunk.
+      mark: number of tokens in the row at which a snapshot is taken of what it stores outside pages.
+      slot: slot of that snapshot. It is dropped if there is no such slot.
     """
 
     row: Int[Array, " P"]
     begin: Int[Array, " P"]
     end: Int[Array, " P"]
+    mark: Int[Array, " P"]
+    slot: Int[Array, " P"]
 
     def lengths_after(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the lengths of all rows after the chunks, given those of the other rows."""
@@ -90,8 +94,8 @@ def extend_together(
     end: Int[Array, " b"],
     implementation: Implementation | None = None,
     longest: int | None = None,
-    snapshots: Snapshots | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, list[Array]]:
+    tails: Tails | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, Tails | None]:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
     The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the
@@ -108,23 +112,21 @@ def extend_together(
       end: number of tokens in each of these rows afterwards, without those of the chunks.
       implementation: of attention; None chooses.
       longest: most tokens of each of several chunks; default T.
-      snapshots: snapshots of the chunks' rows, with leaves in the order of `KVCache.own`.
+      tails: snapshots; None takes none.
 
     Returns:
       Hidden states of the chunks (unspecified for padding), hidden states of the tokens, the extended cache,
-      and the leaves of `snapshots` with the new ones.
+      and the snapshots with those of `place`.
     """
     T, count = len(chunks), len(tokens)
     packing = Packing.of(place, T, T if longest is None or len(place.row) == 1 else longest)
     chunk_positions = place.begin[packing.chunk] + packing.offset
     positions = jnp.concatenate([chunk_positions, cache.lengths[:count]])[None]
     x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
-    aux, states, copies = (None, None), list(cache.layers), []
-    leaves = iter(snapshots.leaves if snapshots else ())
+    aux, states = (None, None), list(cache.layers)
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
-        count_own = spec.pooled(states[index]).count(False)
-        own = snapshots and snapshots._replace(leaves=list(islice(leaves, count_own)))
-        x, states[index], aux, new_copies = _layer(
+        snapshots = tails and tails.of_layer(index, place.mark, place.slot)
+        x, states[index], aux, copies = _layer(
             block,
             spec,
             x,
@@ -135,13 +137,13 @@ def extend_together(
             positions,
             end,
             cache.table,
-            own,
+            snapshots,
             implementation,
         )
-        copies += new_copies
+        tails = tails and tails.with_layer(index, copies)
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
     extended = replace(cache, layers=tuple(states), lengths=lengths)
-    return x[0, :T], x[0, T:], extended, copies
+    return x[0, :T], x[0, T:], extended, tails
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))

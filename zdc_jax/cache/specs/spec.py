@@ -73,7 +73,7 @@ class Call:
 
 
 class Snapshots(NamedTuple):
-    """Copies of what sequences store outside pages, taken in the middle of a chunk.
+    """Copies of what sequences of one layer store outside pages, taken in the middle of a chunk.
 
     Attributes:
       leaves: copies of each leaf outside pages, [copies, …].
@@ -86,8 +86,8 @@ class Snapshots(NamedTuple):
     slots: Array
 
     def put(self, taken: Sequence[Array]) -> list[Array]:
-        """Return `leaves` with the copies `taken`, leaves [B, …]; nothing if there is no room for copies."""
-        pairs = zip(self.leaves, taken, strict=True) if self.leaves else ()
+        """Return `leaves` with the copies `taken`, leaves [B, …]."""
+        pairs = zip(self.leaves, taken, strict=True)
         return [leaf.at[self.slots].set(copy, mode="drop") for leaf, copy in pairs]
 
 
