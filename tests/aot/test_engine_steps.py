@@ -74,12 +74,13 @@ def arguments(plan: CompressionPlan, longest: int):
     given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
 
-    def make() -> PrefillState:
+    def make() -> KVCache:
         layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
-        cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
-        return PrefillState(DecodeState.of(cache), Tails.empty(cache, layout.tails) if layout.tails else None)
+        return KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
 
-    return Flat.of(network), FlatPrefillState.of(jax.eval_shape(make))
+    cache = jax.eval_shape(make)
+    tails = jax.eval_shape(lambda: Tails.empty(cache, layout.tails)) if layout.tails else None
+    return Flat.of(network), FlatPrefillState.of(PrefillState(DecodeState.of(cache), tails))
 
 
 def program(

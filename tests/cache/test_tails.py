@@ -4,30 +4,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.tails import Tails
 
-ROWS, SLOTS, WINDOWS = 3, 4, (8, 16, 8, 0)
+ROWS, SLOTS = 3, 4
+RINGS = [(8, FittedIntegers(8)), (16, FittedIntegers(8)), (8, FittedIntegers(8)), (8, None), (8, None)]
+"""Windows and codes of rings."""
 
 
 def make_cache() -> KVCache:
-    """Return a cache of layers with rings of other sizes, or none, of other numbers."""
-    shape = {"num_kv_heads": 2, "head_dim": 16, "dtype": "float32", "R": 8, "Z": 8}
-    rings = (PrefixRing(**shape, window=window) for window in WINDOWS)
-    specs = tuple(Paged.of(ring, page=16, pages=4) for ring in rings)
+    """Return a cache of layers with quantized rings of other sizes, and with rings in the model's dtype."""
+    shape = {"num_kv_heads": 2, "head_dim": 16, "dtype": "float32", "R": 16, "Z": 16}
+    code = FittedIntegers(8)
+    stores = (
+        CodedStore(**shape, key_code=code, value_code=code, window=window, near_code=near)
+        for window, near in RINGS
+    )
+    specs = tuple(Paged.of(store, page=16, pages=4) for store in stores)
     cache = KVCache.create(specs, batch=ROWS, capacity=32)
     rng = np.random.default_rng(0)
-    own = [[jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) for leaf in layer] for layer in cache.own]
+    own = [[jnp.asarray(9 * rng.random(leaf.shape), leaf.dtype) for leaf in layer] for layer in cache.own]
     return cache.with_own(own)
 
 
 def test_a_snapshot_is_found_in_its_slot_and_others_stay():
     cache = make_cache()
     tails = Tails.empty(cache, SLOTS)
-    # Two layers of one kind share their arrays; leaves without numbers are in no program.
-    assert len([leaf for leaf in jax.tree.leaves(tails) if leaf.size]) == 4
+    # Layers with equal rings share their four arrays, if these are quantized; the others have two each.
+    assert len([leaf for leaf in jax.tree.leaves(tails) if leaf.size]) == 2 * 4 + 2 * 2
 
     rows = [[leaf[:2] for leaf in layer] for layer in cache.own]
     tails = tails.put(rows, jnp.array([3, 1]))

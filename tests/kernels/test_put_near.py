@@ -10,7 +10,7 @@ from kernels_pallas import Plane, RingSnapshots, put_near, put_near_refusal, rou
 K, N, COPIES = 2, 4, 3
 STARTS, ENDS = np.array([0, 21, 37, 300]), np.array([9, 30, 37, 306])
 ROWS, MARKS, SLOTS = np.array([2, 0, 7, 3]), np.array([4, 26, 37, 303]), np.array([1, 5, -1, 2])
-"""A first chunk; one whose copy is not made; an empty one without a ring; one far behind the sinks."""
+"""A first chunk; one whose copy is not made; an empty one without a ring; one far from the sinks."""
 JUNK = 99
 """Level and scale of slots without a token."""
 

@@ -21,8 +21,9 @@ from zdc_jax.cache.specs.spec import Snapshots
 class Tails:
     """Snapshots in numbered slots.
 
-    Layers whose leaves have equal shapes share their arrays. Each array that a program takes and returns
-    costs the host about as much as the start of a kernel.
+    Layers whose leaves have equal shapes share their arrays if kernels write their rings. Each array that a
+    program takes and returns costs the host about as much as the start of a kernel. Where XLA writes a shared
+    array, it changes its layout in between, and copies it.
 
     Attributes:
       stacks: for each kind of layer and each of its leaves an array [layers * slots, …].
@@ -37,7 +38,10 @@ class Tails:
     @classmethod
     def empty(cls, cache: KVCache, slots: int) -> "Tails":
         """Create `slots` empty slots for snapshots of a cache's sequences."""
-        shapes = [tuple((leaf.shape, leaf.dtype) for leaf in own) for own in cache.own]
+        shapes = [
+            (None if spec.takes_more_rings else layer, *((leaf.shape, leaf.dtype) for leaf in own))
+            for layer, (spec, own) in enumerate(zip(cache.specs, cache.own, strict=True))
+        ]
         kinds = list(dict.fromkeys(shapes))
         places = tuple((kinds.index(each), shapes[:layer].count(each)) for layer, each in enumerate(shapes))
 
