@@ -11,7 +11,8 @@ writes as many. Operations are those of `encode`. A launch takes longer than thi
 XLA would need about fifteen.
 
 Rings and snapshots are updated in place. A program has its own slots, of which it reads the old tokens before
-it writes new ones, so that programs need no order.
+it writes new ones, so that programs need no order. Within a program each thread writes the bytes that it read
+itself, because loads and stores of a tile have one layout. Scales are stored after a barrier.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_put_near` raises, and XLA does the work.
 """
@@ -110,7 +111,7 @@ def put_near(
       rings: rings of keys and of values, of 8 bits, levels [N, K, M, C] and scales [N, K, M].
       rows: ring of each sequence, int32, all different; sequences with other numbers are not stored.
       starts: position of the first new token of each sequence, int32.
-      ends: number of tokens of each sequence, int32.
+      ends: number of tokens of each sequence, int32, at most `starts` + T (not checked).
       sinks: sinks of the rings; sink p is in slot window + p.
       window: window of the rings, at least 1; position p is in slot p mod window.
       snapshots: copies of rings to make.
@@ -156,15 +157,18 @@ def check_put_near(
     common.check_sizes(B=B, T=T, K=K)
     if sinks < 0 or window < 1 or sinks + window > M:
         raise ValueError(f"{sinks=}, {window=}: a window, together with sinks, must be 1 to {M}, the slots")
+    if snapshots is not None and len(snapshots.planes) != len(rings):
+        raise ValueError(f"snapshots.planes has {len(snapshots.planes)} planes: must be {len(rings)}")
     for i, (array, ring) in enumerate(zip(x, rings, strict=True)):
-        if ring.bits != BITS:
-            raise ValueError(f"rings[{i}] has {ring.bits} bits: must be {BITS}")
+        copies = [] if snapshots is None else [(f"snapshots.planes[{i}]", snapshots.planes[i])]
+        for name, plane in ((f"rings[{i}]", ring), *copies):
+            if plane.bits != BITS:
+                raise ValueError(f"{name} has {plane.bits} bits: must be {BITS}")
         common.check_shape(f"x[{i}]", array, (B, T, K, ring.width), "B, T, K, C")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != x[0].dtype:
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype, that of x[0]")
         if (size := math.prod(array.shape) * array.dtype.itemsize) > 2**31:
             raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
-        copies = [] if snapshots is None else [(f"snapshots.planes[{i}]", snapshots.planes[i])]
         for name, plane in ((f"rings[{i}]", ring), *copies):
             count = N if plane is ring else plane.reach.shape[0]
             check_plane(name, plane, (count, K, M))

@@ -17,7 +17,7 @@ from kernels_pallas import lowering
 from kernels_pallas.lowering_processes import Processes
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.engine import choosing, programs
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.programs import (
@@ -79,7 +79,9 @@ def arguments(plan: CompressionPlan, longest: int):
         return KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
 
     cache = jax.eval_shape(make)
-    tails = jax.eval_shape(lambda: Tails.empty(cache, layout.tails)) if layout.tails else None
+    tails = (
+        jax.eval_shape(lambda: TailArrays.empty(cache, layout.tails, in_place=True)) if layout.tails else None
+    )
     return Flat.of(network), FlatPrefillState.of(PrefillState(DecodeState.of(cache), tails))
 
 

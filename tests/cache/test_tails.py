@@ -8,7 +8,7 @@ from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.coded_store import CodedStore
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 
 ROWS, SLOTS = 3, 4
 RINGS = [(8, FittedIntegers(8)), (16, FittedIntegers(8)), (8, FittedIntegers(8)), (8, None), (8, None)]
@@ -32,9 +32,11 @@ def make_cache() -> KVCache:
 
 def test_a_snapshot_is_found_in_its_slot_and_others_stay():
     cache = make_cache()
-    tails = Tails.empty(cache, SLOTS)
+    tails = TailArrays.empty(cache, SLOTS, in_place=True)
     # Layers with equal rings share their four arrays, if these are quantized; the others have two each.
     assert len([leaf for leaf in jax.tree.leaves(tails) if leaf.size]) == 2 * 4 + 2 * 2
+    apart = TailArrays.empty(cache, SLOTS, in_place=False)
+    assert len([leaf for leaf in jax.tree.leaves(apart) if leaf.size]) == 3 * 4 + 2 * 2
 
     rows = [[leaf[:2] for leaf in layer] for layer in cache.own]
     tails = tails.put(rows, jnp.array([3, 1]))
@@ -49,7 +51,7 @@ def test_a_snapshot_is_found_in_its_slot_and_others_stay():
 
 def test_a_layer_reads_and_writes_its_own_slots():
     cache = make_cache()
-    tails = Tails.empty(cache, SLOTS)
+    tails = TailArrays.empty(cache, SLOTS, in_place=True)
     marks, slots = jnp.array([5, 6, 7]), jnp.array([2, SLOTS, 0])
     for layer, own in enumerate(cache.own):
         snapshots = tails.of_layer(layer, marks, slots)

@@ -12,7 +12,7 @@ from conftest import TinyModel
 
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.model.mixed_batch import Place, extend_together
 
 PAGE, NOWHERE = 16, ROWS
@@ -32,7 +32,7 @@ PAGED = [
 ]
 
 
-def alone(network, cache: KVCache, place: Place, pieces, tokens, end, tails: Tails):
+def alone(network, cache: KVCache, place: Place, pieces, tokens, end, tails: TailArrays):
     """Run each chunk, then the tokens. Chunks are padded to one length, for one program.
 
     A snapshot is what a chunk that ends there leaves outside pages.
@@ -86,7 +86,7 @@ def test_together_is_one_after_the_other(name, steps):
             tokens, end = text[jnp.arange(ROWS), lengths], lengths + decode
             given = replace(held[way], lengths=lengths), place, padded, tokens, end
             read, decoded, held[way], tails[way] = run(
-                network, *given, tails=Tails.empty(held[way], 2 * len(row))
+                network, *given, tails=TailArrays.empty(held[way], 2 * len(row), in_place=True)
             )
             found[way] = np.concatenate([read[: len(pieces)], decoded[decode]])
         assert_same(specs, found)

@@ -18,10 +18,10 @@ from zdc_jax.cache.specs.spec import Snapshots
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stacks"], meta_fields=["places", "slots"])
 @dataclass(frozen=True)
-class Tails:
+class TailArrays:
     """Snapshots in numbered slots.
 
-    Layers whose leaves have equal shapes share their arrays if kernels write their rings. Each array that a
+    Layers whose leaves have equal shapes share their arrays if kernels write them in place. Each array that a
     program takes and returns costs the host about as much as the start of a kernel. Where XLA writes a shared
     array, it changes its layout in between, and copies it.
 
@@ -36,10 +36,16 @@ class Tails:
     slots: int
 
     @classmethod
-    def empty(cls, cache: KVCache, slots: int) -> "Tails":
-        """Create `slots` empty slots for snapshots of a cache's sequences."""
+    def empty(cls, cache: KVCache, slots: int, *, in_place: bool) -> "TailArrays":
+        """Create `slots` empty slots for snapshots of a cache's sequences.
+
+        `in_place` is whether programs write them in `LayerCacheSpec.attend_in_place`.
+        """
         shapes = [
-            (None if spec.takes_more_rings else layer, *((leaf.shape, leaf.dtype) for leaf in own))
+            (
+                None if in_place and spec.stores_in_place else layer,
+                *((leaf.shape, leaf.dtype) for leaf in own),
+            )
             for layer, (spec, own) in enumerate(zip(cache.specs, cache.own, strict=True))
         ]
         kinds = list(dict.fromkeys(shapes))
@@ -60,12 +66,12 @@ class Tails:
         nowhere = len(self.places) * self.slots
         return Snapshots(self.stacks[kind], marks, jnp.where(kept, slots + number * self.slots, nowhere))
 
-    def with_layer(self, layer: int, leaves: list[Array]) -> "Tails":
+    def with_layer(self, layer: int, leaves: list[Array]) -> "TailArrays":
         """Return the snapshots with the arrays of a layer's kind replaced."""
         kind, _ = self.places[layer]
         return replace(self, stacks=(*self.stacks[:kind], leaves, *self.stacks[kind + 1 :]))
 
-    def put(self, own: Sequence[Sequence[Array]], slots: Int[Array, " P"]) -> "Tails":
+    def put(self, own: Sequence[Sequence[Array]], slots: Int[Array, " P"]) -> "TailArrays":
         """Return the snapshots with new ones in `slots`; `own` has leaves [P, …], as `KVCache.own`."""
         tails = self
         for layer, leaves in enumerate(own):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.steps import (
@@ -44,7 +44,7 @@ class PrefillState(NamedTuple):
     """
 
     batch: DecodeState
-    tails: Tails | None
+    tails: TailArrays | None
 
 
 class FlatState(NamedTuple):
@@ -74,7 +74,7 @@ class FlatPrefillState(NamedTuple):
     """A `PrefillState` between two programs."""
 
     batch: FlatState
-    tails: Flat[Tails | None]
+    tails: Flat[TailArrays | None]
 
     @classmethod
     def of(cls, state: PrefillState) -> "FlatPrefillState":
@@ -205,11 +205,11 @@ def decode_loop(
     return state.with_first(some), chosen
 
 
-def restore_tail(cache: Flat[KVCache], tails: Flat[Tails], pair: Array) -> Flat[KVCache]:
+def restore_tail(cache: Flat[KVCache], tails: Flat[TailArrays], pair: Array) -> Flat[KVCache]:
     """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
     (row, tail), whole = pair, cache.whole
-    pairs = zip(whole.own, tails.whole.take(tail), strict=True)
-    own = [[leaf.at[row].set(copy[0]) for leaf, copy in zip(*pair, strict=True)] for pair in pairs]
+    layers = zip(whole.own, tails.whole.take(tail), strict=True)
+    own = [[leaf.at[row].set(copy[0]) for leaf, copy in zip(*each, strict=True)] for each in layers]
     return Flat.of(whole.with_own(own))
 
 

@@ -24,7 +24,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
 from zdc_jax.engine.compiling import compile_all, needed_bytes
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
@@ -141,7 +141,7 @@ class Runner:
         several = MAX_CHUNKS * (1 + (widest > 2 * LONGEST_OF_SEVERAL)) if self.together and not apart else 1
         self.grouping = Grouping(several, widest, min(widest, LONGEST_OF_SEVERAL), self._pad_width)
         self._state: FlatState
-        self._tails: Flat[Tails | None]
+        self._tails: Flat[TailArrays | None]
         self._frontier: Frontier
         self._shaping: Shaping
         self.reset()
@@ -155,8 +155,9 @@ class Runner:
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = FlatState.of(DecodeState.of(cache, self._where))
-
-        self._tails = Flat.of(Tails.empty(cache, layout.tails) if layout.tails else None)
+        in_place = self.together and not network.reproducible
+        tails = TailArrays.empty(cache, layout.tails, in_place=in_place) if layout.tails else None
+        self._tails = Flat.of(tails)
         hidden = jnp.zeros((layout.rows, network.config.embed_dim), network.dtype, device=self._where)
         self._frontier = Frontier(hidden, *(jnp.copy(x) for x in (self._state.done, cache.lengths)))
         vocab = network.config.vocab_size

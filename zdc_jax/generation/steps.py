@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.shaping import Shaping
@@ -242,8 +242,8 @@ def advance_with(
     place: Place,
     chunks: Int[Array, " T"],
     longest: int,
-    tails: Tails | None = None,
-) -> tuple[KVCache, Frontier, Float[Array, "T D"], Tails | None]:
+    tails: TailArrays | None = None,
+) -> tuple[KVCache, Frontier, Float[Array, "T D"], TailArrays | None]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
     Each of several chunks has at most `longest` tokens. Returns the cache, the frontier of the first b

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
-from zdc_jax.cache.tails import Tails
+from zdc_jax.cache.tails import TailArrays
 from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
@@ -94,8 +94,8 @@ def extend_together(
     end: Int[Array, " b"],
     implementation: Implementation | None = None,
     longest: int | None = None,
-    tails: Tails | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, Tails | None]:
+    tails: TailArrays | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, TailArrays | None]:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
     The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the

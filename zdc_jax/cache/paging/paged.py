@@ -166,13 +166,13 @@ class Paged(LayerCacheSpec):
         ]
         return jax.tree.unflatten(jax.tree.structure(state), written)
 
-    @property
-    def takes_more_rings(self) -> bool:
-        return self.spec.takes_more_rings
-
     def first_rows(self, state: State, count: int) -> State:
         """Return the state of the first `count` sequences, or of all if `attend` needs no copy of these."""
-        return state if self.takes_more_rings else super().first_rows(state, count)
+        return state if self.spec.takes_more_rings else super().first_rows(state, count)
+
+    @property
+    def stores_in_place(self) -> bool:
+        return self.spec.stores_in_place
 
     def on_heads(self, num_kv_heads: int) -> "Paged":
         return replace(self, num_kv_heads=num_kv_heads, spec=self.spec.on_heads(num_kv_heads))

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import CodedPass, Plane, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
-from zdc_jax.cache.codes.fitted_integers import kernel_planes
+from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.paging.pages import Pages, pools_of
 from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.coded_ring import CodedRing
@@ -167,10 +167,18 @@ class CodedStore(CodedFar):
         new = NearFarState(near, state.far)
         return self._attend_joined(new, trailing, q, k, v, positions, end, call), copies
 
+    @property
+    def stores_in_place(self) -> bool:
+        return self._is_joinable and isinstance(self.near_code, FittedIntegers)
+
+    @property
+    def _is_joinable(self) -> bool:
+        """Whether near and far tokens have the same coordinates, and a kernel supports the near ones."""
+        return self.R == self.Z == self.head_dim and can_join(self.sinks, self.window)
+
     def _can_join(self, state: NearFarState, q: Array, call: Call) -> bool:
         """Return whether one kernel computes attention of a chunk to near and to dequantized far tokens."""
-        is_whole = self.R == self.Z == self.head_dim and state.near.near == (self.sinks, self.window)
-        if q.shape[1] == 1 or not is_whole or not can_join(self.sinks, self.window):
+        if q.shape[1] == 1 or not self._is_joinable or state.near.near != (self.sinks, self.window):
             return False
         return self._can_dequantize(*pools_of(state.far), q, call)
 

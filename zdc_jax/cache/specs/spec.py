@@ -338,6 +338,11 @@ class LayerCacheSpec(ABC):
         return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
 
     @property
+    def stores_in_place(self) -> bool:
+        """Whether `attend_in_place` is written for this spec; on other devices than GPUs XLA may serve it."""
+        return False
+
+    @property
     def takes_more_rings(self) -> bool:
         """Whether `attend` takes rings of more sequences than its queries, and serves the first ones.
 
