@@ -98,22 +98,25 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
     k, v = (jnp.asarray(tokens(K, seed)) for seed in range(2))
     begin, end, rows = jnp.array([9, 4]), jnp.array([17, 9]), jnp.array([2, 0])
     positions = begin[:, None] + jnp.arange(8)
-    earlier = ring.write(
-        ring.create(3, S),
-        NewKeys(jnp.stack([k[1], k[0], k[0]])),
-        jnp.stack([v[1], v[0], v[0]]),
-        jnp.broadcast_to(jnp.arange(S), (3, S)),
-        jnp.array([4, 5, 9]),
-    )
     new = [jnp.stack([x[0, 9:17], x[1, 4:12]]) for x in (k, v)]
     snapshots = Snapshots(jax.tree.leaves(ring.create(4, S)), jnp.array([12, 6]), jnp.array([1, 9]))
 
-    some = ring.of_rows(earlier, rows)
-    copies = snapshots.put(
-        jax.tree.leaves(ring.write_tail(some, NewKeys(new[0]), new[1], positions, snapshots.marks))
-    )
-    written, trailing = ring.join_prompt(some, NewKeys(new[0]), new[1], positions, end)
-    want = ring.with_rows(earlier, rows, written), copies
+    @jax.jit
+    def run_xla(k, v, new_k, new_v):
+        whole, lengths = jnp.broadcast_to(jnp.arange(S), (3, S)), jnp.array([4, 5, 9])
+        earlier = ring.write(
+            ring.create(3, S), NewKeys(k[jnp.array([1, 0, 0])]), v[jnp.array([1, 0, 0])], whole, lengths
+        )
+        some = ring.of_rows(earlier, rows)
+        marked = ring.write_tail(some, NewKeys(new_k), new_v, positions, snapshots.marks)
+        written, trailing = ring.join_prompt(some, NewKeys(new_k), new_v, positions, end)
+        return (
+            earlier,
+            (ring.with_rows(earlier, rows, written), snapshots.put(jax.tree.leaves(marked))),
+            trailing,
+        )
+
+    earlier, want, trailing = run_xla(k, v, *new)
 
     def put(*arguments, **options):
         return put_near(*arguments, **options, interpret=True)
