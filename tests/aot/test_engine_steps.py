@@ -216,6 +216,15 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 
 
 @pytest.mark.aot
+def test_snapshots_of_layers_that_choose_are_not_copied(on_kernels):
+    # XLA writes these rings. It would copy an array that several layers share.
+    plan, alone = coded(index=32, read=512, bits_near=8), partial(programs.prefill_and_decode, 1, 0, 0)
+    _, step, _ = program(plan, alone, (CHUNK_HEADER + 512,), prefills=True)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in COPY.findall(step.as_text())]
+    assert max(sizes, default=0) <= ROWS
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("name", "most"), [("dense", 66), ("coded near", 66)])
 def test_a_short_chunk_and_tokens_take_few_kernels(on_kernels, name, most):
     # The host needs longer to start them than the GPU to run them. With a plan they were about 100.
