@@ -11,8 +11,9 @@ writes as many. Operations are those of `encode`. A launch takes longer than thi
 XLA would need about fifteen.
 
 Rings and snapshots are updated in place. A program has its own slots, of which it reads the old tokens before
-it writes new ones, so that programs need no order. Within a program each thread writes the bytes that it read
-itself, because loads and stores of a tile have one layout. Scales are stored after a barrier.
+it writes new ones, so that programs need no order. Within a program that order rests on Triton: each thread
+writes the levels that it read itself, and scales are stored after a barrier that Triton inserts. So it was in
+the code compiled for 128 coordinates and tiles of 4, 8 and 32 slots.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_put_near` raises, and XLA does the work.
 """
@@ -72,10 +73,9 @@ class NearTokens(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch: slots M of a ring, tokens T of a chunk, and slots per program."""
+    """Static shape of a launch: slots M of a ring, slots per program, sinks and window."""
 
     M: int
-    T: int
     tile: int
     sinks: int
     window: int
@@ -195,7 +195,7 @@ def _launch(
     """Launch `put_near` on checked arguments; `arrays` are those of rings and of their copies."""
     (B, T, K, _), M = x[0].shape, arrays[0][0].reach.shape[2]
     # Interpreted stores write the old value where a mask is false, perhaps to the place of another token.
-    g = _Geometry(M, T, 1 if interpret else math.gcd(M, ROWS), sinks, window)
+    g = _Geometry(M, 1 if interpret else math.gcd(M, ROWS), sinks, window)
     like: Any = jax.ShapeDtypeStruct
     total = pl.cdiv(rows_before(window) + T, ROWS) * ROWS
     near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
