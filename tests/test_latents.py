@@ -81,6 +81,7 @@ def keys(seen: Seen) -> jnp.ndarray:
     return seen.k
 
 
+@pytest.mark.full
 def test_latents_are_principal_components_of_keys_before_the_rotary_embedding(tiny):
     windows = tiny.tokens(3, 20)
     moments = collect_moments(tiny.dense, windows, fingerprint="tiny", batch=2)

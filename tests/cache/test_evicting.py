@@ -170,6 +170,7 @@ def test_a_cache_does_not_grow_with_the_context():
     assert shared.bytes(1024) == K * 4 * (near * 2 * H + KEPT * (8 + 8)) + recent * 4 + KEPT * 8
 
 
+@pytest.mark.full
 def test_capacity_below_all_sizes():
     # No token is far, so attention is exact.
     case = Case("snapkv")

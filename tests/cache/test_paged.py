@@ -93,7 +93,7 @@ def check(spec: LayerCacheSpec, singles: int = 12, *, before: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_pages_give_what_rows_give(name):
     check(SPECS[name])
 

@@ -75,6 +75,7 @@ def test_without_standard_input_there_is_no_chat(model, capsys, monkeypatch):
     assert capsys.readouterr().err == "error: standard input is closed; `zdc chat` reads messages from it\n"
 
 
+@pytest.mark.full
 def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     # The command accepts a stop string too.
     piped(monkeypatch, "w3")

@@ -121,6 +121,7 @@ def test_bfloat16_activations_are_summed_in_float32():
     np.testing.assert_allclose(sums["q_sum"], exact.sum((0, 2)), rtol=5e-5)
 
 
+@pytest.mark.full
 def test_bfloat16_models_keep_running_sums_in_float32(tiny_opt: TinyModel):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_opt.dense)
     tokens = tiny_opt.tokens(1, 16)

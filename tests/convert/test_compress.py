@@ -214,6 +214,7 @@ def find_bits(network) -> int | None:
     return getattr(settings, "bits_k", None)
 
 
+@pytest.mark.full
 def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_path):
     judged.lost = [(3, "vt")]
     outcome = compress(SOURCE, tmp_path / "model", options=MANY)

@@ -28,6 +28,7 @@ def gram(centroids, sizes) -> np.ndarray:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), spread=st.sampled_from([0.0, 1e-3, 1.0, 100.0]))
+@pytest.mark.full
 def test_sizes_and_sums_are_conserved(seed, spread):
     # With equal points, spare clusters stay empty.
     points = spread * normal(200, 8, seed=seed) + 1

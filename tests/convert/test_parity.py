@@ -47,7 +47,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path):
     # The weights are folded into a random basis, and each sliding layer has its ring.
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)

@@ -224,6 +224,7 @@ def test_a_checked_plan_holds_the_limit_on_all_of_the_text(folder, method):
     assert np.expm1((window_nll(checked.network, windows) - dense).mean()) <= 0.5
 
 
+@pytest.mark.full
 def test_plans_within_a_limit_on_calibrated_error(folder):
     basis = stored_basis(Checkpoint.open(folder / "model"))
     plan = choose_plan(folder / "model", max_score_error=0.3)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def served(folder):
     """Start the server; yield its process, its address and the file of its log."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
-    command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
+    command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128"]
     command += ["--name", "tiny", "--name", "org/small"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
     log = folder.parent / "log"

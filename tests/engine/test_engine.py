@@ -110,6 +110,7 @@ def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
     assert other.events[0].cached_tokens == 0
 
 
+@pytest.mark.full
 def test_stop_tokens_end_an_answer_but_not_too_early(engine, model):
     request = EngineRequest(tuple(range(20, 50)), 20, ignore_eos=True)
     tokens = alone(model, request)

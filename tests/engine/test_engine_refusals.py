@@ -48,6 +48,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ask(engine, request)
 
 
+@pytest.mark.full
 def test_a_closed_engine_leaves_no_step_on_the_device(model, monkeypatch):
     waited, wait = [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda arrays: waited.append(wait(arrays)))

@@ -83,6 +83,7 @@ def test_the_rest_of_an_answer_is_the_same_wherever_it_was_cut(engine, name):
 
 
 @MATRIX
+@pytest.mark.full
 def test_a_stop_string_that_the_cut_goes_through_is_found(engine):
     _, text = told(answer(engine, REQUESTS["greedy"]))
     stop = text[-5:-2]

@@ -97,6 +97,7 @@ def test_prompts_of_different_lengths_are_read_as_each_alone(lossy, tiny, protoc
         assert answers[row].tolist() == said
 
 
+@pytest.mark.full
 def test_answers_end_at_stop_tokens(tiny: TinyModel):
     contexts = tiny.tokens(1, 32)
     hidden, cache = read_contexts(tiny.dense, contexts, room=8, protocol="cached")

@@ -100,6 +100,7 @@ class Case:
 
 
 @pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.matrix
 def test_near_tokens_are_stored_copied_and_listed(copies):
     Case(sinks=3, window=8, widths=(32, 16)).check(copies=copies, interpret=True)
 

@@ -132,6 +132,7 @@ def test_a_sliding_layer_caches_its_window_alone():
     assert whole.bytes(4096) == 16 * whole.bytes(256)
 
 
+@pytest.mark.full
 def test_calibration_sees_each_layer_under_its_own_mask():
     # Attention and moments of o are those of the window, not of all keys.
     model = TinyModel(config_of("window"))

@@ -42,7 +42,7 @@ def qwen_like_mean(rng) -> np.ndarray:
 
 
 @pytest.mark.parametrize("start", [0, 8192, 32768, 131072 - 256])
-@pytest.mark.matrix("0", "130816")
+@pytest.mark.matrix("130816")
 def test_scores_equal_float64_at_every_position(start):
     # Scores of 16-bit keys of this size would be off by more than 1.
     rng, T, S = np.random.default_rng(start), 5, start + 256
@@ -187,7 +187,7 @@ def distance(found, want) -> float:
         (False, "turboquant", {"bits_v": 8}),
     ],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_four_bits_of_keys_with_a_large_bias_need_the_shift(calibrated, method, settings):
     model = biased("llama")
     tokens = jnp.asarray(model.tokens(2, LENGTH))
@@ -204,6 +204,7 @@ def test_four_bits_of_keys_with_a_large_bias_need_the_shift(calibrated, method, 
     assert lost(True) < 0.2 * lost(False)
 
 
+@pytest.mark.full
 def test_moments_of_keys_without_their_mean_are_exact():
     model = biased("llama")
     windows = model.tokens(3, 2 * BLOCK + 9, seed=4)
@@ -258,7 +259,7 @@ def test_a_plan_file_names_shifted_layers(tmp_path):
 
 @pytest.mark.parametrize("T", [1, 5, 130])
 @pytest.mark.parametrize("H", [128, 96])
-@pytest.mark.matrix("128-1", "96-130")
+@pytest.mark.matrix("128-1")
 def test_the_kernel_scores_blocks_as_xla_does(H, T):
     rng, starts, blocks = np.random.default_rng(T), np.array([63, 4096]), 70
     frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))
@@ -338,6 +339,7 @@ def check_scores_of_a_large_mean(start, T, **kernel):
 
 
 @pytest.mark.parametrize("T", [1, 66])
+@pytest.mark.matrix("66")
 def test_the_kernel_scores_a_large_mean_far_away(T):
     check_scores_of_a_large_mean(131072 - 4096, T, interpret=True)
 

@@ -57,6 +57,7 @@ def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
 
 
+@pytest.mark.matrix
 def test_prefill_is_one_chunk(tiny: TinyModel):
     network = tiny.model(CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)).network
     tokens, end = jnp.asarray(tiny.tokens(2, 40)), jnp.array([40, 17])
@@ -111,7 +112,6 @@ def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
 
 @pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])
 @pytest.mark.parametrize("center", [False, True])
-@pytest.mark.matrix("llama-False-balanced", "llama-False-pairs")
 @pytest.mark.matrix
 def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, center):
     if kind == "pairs" and not tiny.config.is_rotary:
