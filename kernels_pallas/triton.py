@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,13 +25,24 @@ def check_back_end() -> None:
         raise NotImplementedError("this JAX has no Triton back end for Pallas")
 
 
-def check_offsets(name: str, plane: Plane) -> None:
-    """Raise `ValueError` for a plane that Triton cannot address.
+def is_addressable(size: int) -> bool:
+    """Return whether Triton can address an array of `size` bytes.
 
-    Triton's offsets have 32 bits up to 2^32 bytes, but are signed.
+    Its offsets have 32 bits up to 2^32 bytes, but are signed.
     """
+    return not 2**31 < size <= 2**32
+
+
+def count_addressable(most: int, sizes: Sequence[int]) -> int:
+    """Return how many arrays of each size in bytes can be joined in one, at most `most` and at least 1."""
+    fitting = (n for n in range(most, 1, -1) if all(is_addressable(n * size) for size in sizes))
+    return next(fitting, 1)
+
+
+def check_offsets(name: str, plane: Plane) -> None:
+    """Raise `ValueError` for a plane that Triton cannot address."""
     for part, x in (("levels", plane.levels), ("reach", plane.reach)):
-        if 2**31 < (size := math.prod(x.shape)) <= 2**32:
+        if not is_addressable(size := math.prod(x.shape)):
             raise ValueError(f"{name}.{part} has {size} bytes: {OFFSETS}")
 
 

@@ -99,7 +99,10 @@ class _Stored(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Arrays of a launch except those that are written, or references to them; `table` may be None."""
+    """Arrays of a launch except those that are written, or references to them.
+
+    `table` and `first_ring` [1] may be None.
+    """
 
     heads: Sequence[Any]
     q_basis: Any
@@ -109,6 +112,7 @@ class _Operands(NamedTuple):
     starts: Any
     ends: Any
     table: Any
+    first_ring: Any
 
 
 class _Form(NamedTuple):
@@ -175,6 +179,7 @@ def turn_and_store(
     sinks: int,
     window: int,
     block_table: Int[Array, "B pages"] | None = None,
+    first_ring: Int[Array, ""] | None = None,
     interpret: bool = False,
 ) -> tuple[TurnedQueries, Stored, Stored]:
     """Rotate new queries and keys, and store keys and values; other slots keep their contents.
@@ -194,6 +199,7 @@ def turn_and_store(
       window: window of the rings; position p is in slot p mod window.
       block_table: table of pools of pages (`Plane`) of any size, for the stores. A token with an invalid
         entry is not written there. Rings are not paged.
+      first_ring: ring of the first sequence; the others' follow. Default 0.
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -204,8 +210,18 @@ def turn_and_store(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": block_table}
-    check_turn_and_store(heads, turning, k_stored, v_stored, starts, ends, **options)
+    check_turn_and_store(
+        heads,
+        turning,
+        k_stored,
+        v_stored,
+        starts,
+        ends,
+        sinks=sinks,
+        window=window,
+        block_table=block_table,
+        first_ring=first_ring,
+    )
     forms = _form(k_stored), _form(v_stored)
     arrays = _arrays(k_stored), _arrays(v_stored)
     queries, *found = _launch(
@@ -215,6 +231,7 @@ def turn_and_store(
         starts,
         ends,
         block_table,
+        first_ring,
         forms=forms,
         near=(sinks, window),
         interpret=interpret,
@@ -234,6 +251,7 @@ def check_turn_and_store(
     sinks: int,
     window: int,
     block_table: Shaped | None = None,
+    first_ring: Shaped | None = None,
 ) -> None:
     """Check the arguments of `turn_and_store`; errors are those it documents."""
     common.check_device()
@@ -267,6 +285,8 @@ def check_turn_and_store(
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_integers(name, row, (B,), "B")
+    if first_ring is not None:
+        common.check_integers("first_ring", first_ring, (), "")
 
 
 def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
@@ -338,6 +358,7 @@ def _launch(
     starts: Array,
     ends: Array,
     block_table: Array | None,
+    first_ring: Array | None,
     *,
     forms: tuple[_Form, _Form],
     near: tuple[int, int],
@@ -362,6 +383,7 @@ def _launch(
         starts=starts.astype(jnp.int32),
         ends=ends.astype(jnp.int32),
         table=block_table,
+        first_ring=None if first_ring is None else first_ring.astype(jnp.int32).reshape(1),
     )
     arranged = [(B, K, columns_of(g.G), sum(C for C, _ in form)) for form in g.k.read_by(H)]
     shapes: list[Any] = [jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged)]
@@ -489,7 +511,8 @@ class _Token(NamedTuple):
             kept &= is_valid
         recent = lax.rem(position, jnp.int32(max(window, 1)))
         near_slot = jnp.where(position < sinks, window + position, recent)
-        return _Places((lead, slot), kept, (self.b, near_slot), (position < sinks) | (window > 0))
+        first = 0 if self.refs.first_ring is None else self.refs.first_ring[0]
+        return _Places((lead, slot), kept, (first + self.b, near_slot), (position < sinks) | (window > 0))
 
 
 def _put(places: _Places, kv: Array, x: Array, width: int, form: _Form, stored: _Stored, index: int) -> None:

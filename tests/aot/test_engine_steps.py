@@ -74,11 +74,10 @@ def arguments(plan: CompressionPlan, longest: int):
     given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
 
-    def make() -> KVCache:
-        layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
-        return KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
-
-    cache = jax.eval_shape(make)
+    with on_abstract_h200():
+        cache = jax.eval_shape(
+            lambda: KVCache.trace(layout.specs, batch=ROWS, capacity=layout.capacity, join=True)
+        )
     tails = (
         jax.eval_shape(lambda: TailArrays.empty(cache, layout.tails, in_place=True)) if layout.tails else None
     )

@@ -26,8 +26,7 @@ def make_cache() -> KVCache:
     specs = tuple(Paged.of(store, page=16, pages=4) for store in stores)
     cache = KVCache.create(specs, batch=ROWS, capacity=32)
     rng = np.random.default_rng(0)
-    own = [[jnp.asarray(9 * rng.random(leaf.shape), leaf.dtype) for leaf in layer] for layer in cache.own]
-    return cache.with_own(own)
+    return jax.tree.map(lambda leaf: jnp.asarray(9 * rng.random(leaf.shape), leaf.dtype), cache)
 
 
 def test_a_snapshot_is_found_in_its_slot_and_others_stay():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import chain
 
+import jax
 import jax.numpy as jnp
 import pytest
 from conftest import LLAMA, TinyModel
@@ -63,7 +64,7 @@ def test_a_broken_request_fails_alone_and_leaves_nothing_behind(engine, model):
         assert listeners[0].events[-1].error.startswith("logits are not finite (NaN or Inf) in dtype float32")
     assert engine.stats().running == engine.stats().waiting == 0
     assert engine.stats().cache_usage == 0
-    assert all(jnp.isfinite(leaf).all() for leaf in engine._runner._state.cache.whole.pools)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(engine._runner._state.cache.whole.layers))
 
 
 def test_pages_of_a_broken_request_are_not_shared(engine, model):

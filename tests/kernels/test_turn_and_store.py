@@ -64,17 +64,25 @@ class Case:
         self.ends = self.starts + np.resize([1, 0, 1], B)
 
     def run(self, page=0, **options):
-        planes, table, (starts, ends) = self.planes, None, self.span
+        planes, rings, (starts, ends) = self.planes, self.rings, self.span
         if page:
             pool = Pool([*chain(*planes)], np.zeros(len(self.ends), int), self.ends, page)
-            rest, table = iter(pool.planes), pool.table
+            rest = iter(pool.planes)
             planes = [[next(rest) for _ in each] for each in planes]
-        stored = [Stored(*pair) for pair in zip(planes, self.rings, strict=True)]
+            rings = jax.tree.map(lambda x: jnp.concatenate([x, x]), rings)  # Those of another layer first.
+            options |= {"block_table": pool.table, "first_ring": jnp.int32(len(self.ends))}
+        stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
         given = join_heads(self.q, self.k, self.v), self.turning, *stored, starts, ends
-        q, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, block_table=table, **options)
+        q, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, **options)
         if page:
             rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
             found = [each._replace(planes=[next(rest) for _ in each.planes]) for each in found]
+            others, own = (
+                jax.tree.map(lambda x, half=half: jnp.split(x, 2)[half], [each.ring for each in found])
+                for half in range(2)
+            )
+            jax.tree.map(np.testing.assert_array_equal, others, self.rings)
+            found = [each._replace(ring=ring) for each, ring in zip(found, own, strict=True)]
         return q, found
 
     @property
@@ -241,6 +249,7 @@ BAD = {
     ),
     "sinks=4, window=90": lambda a: a | {"window": 90},
     "starts has shape": lambda a: a | {"starts": a["starts"][:1]},
+    "first_ring has shape": lambda a: a | {"first_ring": a["starts"]},
 }
 
 

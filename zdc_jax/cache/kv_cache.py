@@ -3,15 +3,17 @@
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.spec import LayerCacheSpec, State
 from zdc_jax.errors import CacheMemoryError
 
@@ -25,10 +27,38 @@ quantized layers. For few layers the compilation would take longer.
 """
 
 
+class LayerPlace(NamedTuple):
+    """Place of a layer in arrays that several layers share.
+
+    Attributes:
+      holder: index of the layer whose state has the arrays.
+      page: index of this layer's first page in page pools.
+      row: index of its first sequence in other arrays.
+    """
+
+    holder: int
+    page: int
+    row: int
+
+
+class LayerView(NamedTuple):
+    """State of one layer as `LayerCacheSpec.attend` takes it.
+
+    Attributes:
+      state: arrays of the layer, and maybe of others.
+      table: page table of this layer.
+      first: index of this layer's first sequence in arrays outside pages; None if they have no other layers.
+    """
+
+    state: State
+    table: Int[Array, "B n"] | None
+    first: Int[Array, ""] | None
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["layers", "lengths", "table"],
-    meta_fields=["specs", "capacity"],
+    meta_fields=["specs", "capacity", "places"],
 )
 @dataclass(frozen=True)
 class KVCache:
@@ -37,11 +67,12 @@ class KVCache:
     Sequence b holds positions 0 … lengths[b]-1. Later slots are unspecified, and attention never reads them.
 
     Attributes:
-      layers: state of each layer.
+      layers: state of each layer. Where layers share arrays, one holds these, and others have empty ones.
       lengths: tokens stored per sequence, [B] int32.
       specs: spec of each layer, which defines the contents of its state.
       capacity: largest length of a sequence.
       table: page table [B, n] int32 if the tokens lie in pages (`zdc_jax.cache.paging.paged`), else None.
+      places: place of each layer in shared arrays; empty if each layer has its own.
     """
 
     layers: tuple[State, ...]
@@ -49,10 +80,16 @@ class KVCache:
     specs: tuple[LayerCacheSpec, ...]
     capacity: int
     table: Int[Array, "B n"] | None = None
+    places: tuple[LayerPlace, ...] = ()
 
     @classmethod
-    def create(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
+    def create(
+        cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, join: bool = False
+    ) -> "KVCache":
         """Create an empty cache for `batch` sequences of up to `capacity` tokens.
+
+        With `join`, equal layers share arrays where kernels write them (`place_layers`). Each array that a
+        program takes and returns costs the host about as much as the start of a kernel.
 
         Raises:
           CacheMemoryError: the cache does not fit in free device memory; raised before anything is allocated.
@@ -60,14 +97,60 @@ class KVCache:
         check_fits_now(specs, batch=batch, capacity=capacity)
         eager = len(specs) < LAYERS_AT_ONCE or not fits_program(specs, batch=batch, capacity=capacity)
         create = _create_layers if eager else _create_layers_at_once
-        layers, lengths = create(tuple(specs), batch, capacity)
-        return cls(layers, lengths, tuple(specs), capacity)
+        places = place_layers(specs, batch) if join else ()
+        layers, lengths = create(tuple(specs), batch, capacity, places)
+        return cls(layers, lengths, tuple(specs), capacity, places=places)
 
     @classmethod
-    def trace(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
+    def trace(
+        cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, join: bool = False
+    ) -> "KVCache":
         """Create an empty cache within a program that is being traced, without a check of memory."""
-        layers, lengths = _create_layers(tuple(specs), batch, capacity)
-        return cls(layers, lengths, tuple(specs), capacity)
+        places = place_layers(specs, batch) if join else ()
+        layers, lengths = _create_layers(tuple(specs), batch, capacity, places)
+        return cls(layers, lengths, tuple(specs), capacity, places=places)
+
+    def of_layer(self, index: int) -> LayerView:
+        """Return what a layer stores."""
+        if not self.places:
+            return LayerView(self.layers[index], self.table, None)
+        holder, page, row = self.places[index]
+        table = None if self.table is None else self.table + page
+        return LayerView(self.layers[holder], table, jnp.int32(row))
+
+    def with_layer(self, index: int, state: State) -> "KVCache":
+        """Return the cache with the state of `of_layer` replaced."""
+        holder = self.places[index].holder if self.places else index
+        return replace(self, layers=(*self.layers[:holder], state, *self.layers[holder + 1 :]))
+
+    def clear(self, row: Int[Array, ""], pages: Int[Array, " n"]) -> "KVCache":
+        """Return the cache with zeros in pages, and in what a sequence stores outside pages.
+
+        Page indices that are out of range are dropped.
+        """
+
+        def clear_leaf(leaf: Array, is_pool: bool, layers: int) -> Array:
+            each = leaf.reshape(layers, len(leaf) // layers, *leaf.shape[1:])
+            return each.at[:, pages if is_pool else row].set(0).reshape(leaf.shape)
+
+        sharing = Counter(place.holder for place in self.places)
+        layers = list(self.layers)
+        for holder, leaves in enumerate(self._list_leaves()):
+            if count := sharing[holder] if self.places else 1:
+                new = [clear_leaf(*leaf, count) for leaf in leaves]
+                layers[holder] = jax.tree.unflatten(jax.tree.structure(layers[holder]), new)
+        return replace(self, layers=tuple(layers))
+
+    def with_copies(
+        self, index: int, row: Int[Array, ""], copies: Sequence[Shaped[Array, "1 ..."]]
+    ) -> "KVCache":
+        """Return the cache with what a layer stores outside pages for sequence `row` replaced by `copies`."""
+        view, new = self.of_layer(index), iter(copies)
+        row = row if view.first is None else row + view.first
+        leaves, tree = jax.tree.flatten(view.state)
+        pairs = zip(leaves, self.specs[index].pooled(view.state), strict=True)
+        written = [leaf if is_pool else leaf.at[row].set(next(new)[0]) for leaf, is_pool in pairs]
+        return self.with_layer(index, jax.tree.unflatten(tree, written))
 
     def release(self, rows: Bool[Array, " B"]) -> "KVCache":
         """Return the cache with the sequences `rows` empty, so that other requests can fill them."""
@@ -76,30 +159,14 @@ class KVCache:
 
     @property
     def own(self) -> list[list[Array]]:
-        """Leaves of each layer that begin with the axis B: all but page pools."""
+        """Leaves of each layer that begin with the axis B, or with rows of several layers: all but pools."""
         return [[leaf for leaf, pooled in layer if not pooled] for layer in self._list_leaves()]
 
-    @property
-    def pools(self) -> list[Array]:
-        """Page pools of all layers."""
-        return [leaf for layer in self._list_leaves() for leaf, pooled in layer if pooled]
-
-    def with_own(self, own: Sequence[Sequence[Array]]) -> "KVCache":
-        """Return the cache with the leaves of `own` replaced."""
-        return self._with_leaves(itertools.chain.from_iterable(own), pooled=False)
-
-    def with_pools(self, pools: Sequence[Array]) -> "KVCache":
-        """Return the cache with its page pools replaced."""
-        return self._with_leaves(pools, pooled=True)
-
-    def _with_leaves(self, leaves: Iterable[Array], *, pooled: bool) -> "KVCache":
-        new, tree = iter(leaves), jax.tree.structure(self.layers)
-        old = itertools.chain.from_iterable(self._list_leaves())
-        all_leaves = [next(new) if is_pool == pooled else leaf for leaf, is_pool in old]
-        return replace(self, layers=jax.tree.unflatten(tree, all_leaves))
-
     def row(self, index: Array) -> "KVCache":
-        """Return the cache of one sequence, together with the page pools of all sequences."""
+        """Return the cache of one sequence, together with the page pools of all sequences.
+
+        Layers must not share arrays.
+        """
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1)
         table = None if self.table is None else take(self.table)
         layers = tuple(
@@ -140,14 +207,57 @@ class KVCache:
         return arrays + sum(spec.fixed_bytes for spec in self.specs)
 
 
+def place_layers(specs: Sequence[LayerCacheSpec], batch: int) -> tuple[LayerPlace, ...]:
+    """Return places of layers in arrays for `batch` sequences, or nothing if no layers can share theirs."""
+    paged = [spec for spec in specs if isinstance(spec, Paged)]
+    if len(paged) < len(specs):
+        return ()
+    groups = group_equal(paged, lambda spec, layers: spec.count_sharing(layers, batch))
+    places = tuple(
+        LayerPlace(holder, number * spec.pages, number * batch)
+        for spec, (holder, number) in zip(paged, groups, strict=True)
+    )
+    return places if any(number for _, number in groups) else ()
+
+
+def group_equal[Kind](
+    kinds: Sequence[Kind], count_sharing: Callable[[Kind, int], int]
+) -> list[tuple[int, int]]:
+    """Group layers of the same kind.
+
+    Args:
+      kinds: kind of each layer.
+      count_sharing: function from a kind and a number of layers to the most of them in a group, at least 1.
+
+    Returns:
+      The first layer of each layer's group, and the layer's number in its group.
+    """
+    groups: list[tuple[int, int]] = []
+    for index, kind in enumerate(kinds):
+        latest = (group for group in reversed(groups) if kinds[group[0]] == kind)
+        holder, number = next(latest, (index, -1))
+        if number + 1 == count_sharing(kind, kinds[holder:].count(kind)):
+            holder, number = index, -1
+        groups.append((holder, number + 1))
+    return groups
+
+
 def _create_layers(
-    specs: tuple[LayerCacheSpec, ...], batch: int, capacity: int
+    specs: tuple[LayerCacheSpec, ...], batch: int, capacity: int, places: tuple[LayerPlace, ...]
 ) -> tuple[tuple[State, ...], Int[Array, " B"]]:
     """Return the states of empty layers, and the lengths of their sequences."""
-    return tuple(spec.create(batch, capacity) for spec in specs), jnp.zeros(batch, jnp.int32)
+    sharing = Counter(place.holder for place in places)
+
+    def create(index: int, spec: LayerCacheSpec) -> State:
+        if not places or not isinstance(spec, Paged):
+            return spec.create(batch, capacity)
+        layers = sharing[index]
+        return replace(spec, pages=layers * spec.pages).create(layers * batch, capacity)
+
+    return tuple(itertools.starmap(create, enumerate(specs))), jnp.zeros(batch, jnp.int32)
 
 
-_create_layers_at_once = jax.jit(_create_layers, static_argnums=(0, 1, 2))
+_create_layers_at_once = jax.jit(_create_layers, static_argnums=(0, 1, 2, 3))
 
 
 def fits_program(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> bool:

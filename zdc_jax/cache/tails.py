@@ -3,17 +3,21 @@
 A request whose prefix is cached continues from the snapshot at the end of that prefix.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from kernels_pallas.triton import count_addressable
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.cache.specs.spec import Snapshots
+from zdc_jax.cache.kv_cache import KVCache, group_equal
+from zdc_jax.cache.specs.spec import LayerCacheSpec, Snapshots
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stacks"], meta_fields=["places", "slots"])
@@ -41,22 +45,25 @@ class TailArrays:
 
         `in_place` is whether programs write them in `LayerCacheSpec.attend_in_place`.
         """
-        shapes = [
-            (
-                None if in_place and spec.stores_in_place else layer,
-                *((leaf.shape, leaf.dtype) for leaf in own),
-            )
-            for layer, (spec, own) in enumerate(zip(cache.specs, cache.own, strict=True))
-        ]
-        kinds = list(dict.fromkeys(shapes))
-        places = tuple((kinds.index(each), shapes[:layer].count(each)) for layer, each in enumerate(shapes))
+
+        def find_kind(layer: int, spec: LayerCacheSpec, own: Sequence[Array]) -> tuple[Any, ...]:
+            alone = None if in_place and spec.stores_in_place else layer
+            return alone, *((leaf.shape[1:], leaf.dtype) for leaf in own)
+
+        def count_sharing(kind: tuple[Any, ...], layers: int) -> int:
+            sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in kind[1:])
+            return count_addressable(layers, [slots * size for size in sizes])
 
         def allocate(leaf: Array, layers: int) -> Array:
             return jnp.zeros((layers * slots, *leaf.shape[1:]), leaf.dtype, device=leaf.sharding)
 
-        stacks = tuple(
-            [allocate(leaf, shapes.count(kind)) for leaf in cache.own[shapes.index(kind)]] for kind in kinds
-        )
+        own = cache.own
+        kinds = [find_kind(layer, cache.specs[layer], leaves) for layer, leaves in enumerate(own)]
+        groups = group_equal(kinds, count_sharing)
+        sharing = Counter(holder for holder, _ in groups)
+        stacks = tuple([allocate(leaf, layers) for leaf in own[holder]] for holder, layers in sharing.items())
+        holders = list(sharing)
+        places = tuple((holders.index(holder), number) for holder, number in groups)
         return cls(stacks, places, slots)
 
     def of_layer(self, layer: int, marks: Int[Array, " P"], slots: Int[Array, " P"]) -> Snapshots:

@@ -208,16 +208,14 @@ def decode_loop(
 def restore_tail(cache: Flat[KVCache], tails: Flat[TailArrays], pair: Array) -> Flat[KVCache]:
     """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
     (row, tail), whole = pair, cache.whole
-    layers = zip(whole.own, tails.whole.take(tail), strict=True)
-    own = [[leaf.at[row].set(copy[0]) for leaf, copy in zip(*each, strict=True)] for each in layers]
-    return Flat.of(whole.with_own(own))
+    for index, copies in enumerate(tails.whole.take(tail)):
+        whole = whole.with_copies(index, row, copies)
+    return Flat.of(whole)
 
 
 def clear(cache: Flat[KVCache], row: Array, pages: Array) -> Flat[KVCache]:
     """Fill pages, and the state of one sequence outside pages, with zeros; other page indices are dropped."""
-    whole = cache.whole
-    whole = whole.with_own([[leaf.at[row].set(0) for leaf in layer] for layer in whole.own])
-    return Flat.of(whole.with_pools([pool.at[pages].set(0) for pool in whole.pools]))
+    return Flat.of(cache.whole.clear(row, pages))
 
 
 def name_prefill(width: int) -> str:

@@ -153,7 +153,9 @@ class Runner:
         if hasattr(self, "_state"):
             del self._state, self._tails, self._frontier, self._shaping  # Two caches may not fit.
         layout, network = self.layout, self._network
-        cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
+        cache = network.new_cache(
+            batch=layout.rows, capacity=layout.capacity, specs=layout.specs, join=self.together
+        )
         self._state = FlatState.of(DecodeState.of(cache, self._where))
         in_place = self.together and not network.reproducible
         tails = TailArrays.empty(cache, layout.tails, in_place=in_place) if layout.tails else None

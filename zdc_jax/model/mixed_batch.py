@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.kv_cache import KVCache, LayerView
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
 from zdc_jax.cache.tails import TailArrays
 from zdc_jax.model.block import Block, map_tokens
@@ -22,6 +22,9 @@ from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
+
+NOWHERE = 2**30
+"""Row of a sequence outside the batch, where a cache has rows of several layers."""
 
 
 class Place(NamedTuple):
@@ -123,27 +126,16 @@ def extend_together(
     chunk_positions = place.begin[packing.chunk] + packing.offset
     positions = jnp.concatenate([chunk_positions, cache.lengths[:count]])[None]
     x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
-    aux, states = (None, None), list(cache.layers)
+    aux: tuple[Any, Any] = (None, None)
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
         snapshots = tails and tails.of_layer(index, place.mark, place.slot)
-        x, states[index], aux, copies = _layer(
-            block,
-            spec,
-            x,
-            states[index],
-            aux,
-            place,
-            packing,
-            positions,
-            end,
-            cache.table,
-            snapshots,
-            implementation,
+        view = cache.of_layer(index)
+        x, state, aux, copies = _layer(
+            block, spec, x, view, aux, place, packing, positions, end, snapshots, implementation
         )
-        tails = tails and tails.with_layer(index, copies)
+        cache, tails = cache.with_layer(index, state), tails and tails.with_layer(index, copies)
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
-    extended = replace(cache, layers=tuple(states), lengths=lengths)
-    return x[0, :T], x[0, T:], extended, tails
+    return x[0, :T], x[0, T:], replace(cache, lengths=lengths), tails
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -151,13 +143,12 @@ def _layer(
     block: Block,
     spec: LayerCacheSpec,
     x: Float[Array, "1 T_and_b D"],
-    state: State,
+    view: LayerView,
     aux: tuple[Any, Any],
     place: Place,
     packing: Packing,
     positions: Int[Array, "1 T_and_b"],
     end: Int[Array, " b"],
-    table: Int[Array, "B n"] | None,
     snapshots: Snapshots | None,
     implementation: Implementation | None,
 ) -> tuple[Array, State, tuple[Any, Any], list[Array]]:
@@ -166,7 +157,7 @@ def _layer(
     `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens. The last result
     has the leaves of the layer's snapshots.
     """
-    count, T = len(end), x.shape[1] - len(end)
+    count, T, (state, table, first) = len(end), x.shape[1] - len(end), view
     call = partial(Call, block.attention.scale, implementation)
 
     def take_chunks(x: Array) -> Array:
@@ -177,6 +168,10 @@ def _layer(
 
     chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     token_table = None if table is None else table[:count]
+    rows = place.row
+    if first is not None:
+        assert table is not None  # Only layers with pages share arrays.
+        rows = jnp.where(place.row < len(table), place.row + first, NOWHERE)
     chunk_positions = place.begin[:, None] + jnp.arange(packing.source.shape[1])
     # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
     x, state = jax.lax.optimization_barrier((x, state))
@@ -194,14 +189,14 @@ def _layer(
         q, k, v = map_tokens(take_chunks, *qkv)
         of_chunks = call(table=chunk_table)
         prefilled, copies = spec.attend_sequences(
-            state, place.row, q, k, v, chunk_positions, place.end, aux[0], of_chunks, snapshots
+            state, rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks, snapshots
         )
         if not count:
             return packing.pack(prefilled.o), (prefilled.state, (prefilled.aux, None), copies)
         # Without the barrier XLA may copy a pool: it cannot see that chunks read it before tokens write it.
         o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), prefilled.state))
         q, k, v = map_tokens(take_tokens, *qkv)
-        some, of_tokens = spec.first_rows(updated, count), call(table=token_table)
+        some, of_tokens = spec.first_rows(updated, count), call(table=token_table, first=first)
         decoded = spec.attend(some, q, k, v, take_tokens(positions), end, aux[1], of_tokens)
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), copies)

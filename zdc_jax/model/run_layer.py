@@ -61,13 +61,15 @@ def extend_layer(
     implementation: Implementation | None,
     reduce: Reduce = skip_reduction,
     table: Array | None = None,
+    first: Array | None = None,
 ) -> tuple[Array, State, Any]:
     """Run one layer on new tokens x [B, T, D]; return its output, extended cache and auxiliary results.
 
-    See `LayerCacheSpec.attend` for the arguments, `Call` for `table`, and `Block` for `reduce`. `x` may come
-    from `duplicate_single_token`: the weights then see two copies, attention and cache the first.
+    See `LayerCacheSpec.attend` for the arguments, `Call` for `table` and `first`, and `Block` for `reduce`.
+    `x` may come from `duplicate_single_token`: the weights then see two copies, attention and cache the
+    first.
     """
-    call = Call(block.attention.scale, implementation, table)
+    call = Call(block.attention.scale, implementation, table, first)
     batch = len(end)
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:

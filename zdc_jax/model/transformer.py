@@ -181,11 +181,17 @@ class Transformer(nnx.Module):
         check_fits_now(self.device_caches, batch=self._local_batch(batch), capacity=capacity)
 
     def new_cache(
-        self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        specs: tuple[LayerCacheSpec, ...] | None = None,
+        join: bool = False,
     ) -> KVCache:
         """Create an empty cache for `batch` sequences of up to `capacity` tokens.
 
         On a mesh it is divided as by `prefill`. `specs` describe one device's heads, default `device_caches`.
+        `join` is that of `KVCache.create`; not on a mesh, nor where results are reproducible.
 
         Raises:
           CacheMemoryError: a device's share does not fit.
@@ -193,7 +199,7 @@ class Transformer(nnx.Module):
         """
         specs = specs or self.device_caches
         if self.mesh is None:
-            return KVCache.create(specs, batch=batch, capacity=capacity)
+            return KVCache.create(specs, batch=batch, capacity=capacity, join=join and not self.reproducible)
         check_fits_now(specs, batch=self._local_batch(batch), capacity=capacity)
         return create_cache(specs, self.mesh, batch, capacity)
 
@@ -264,11 +270,14 @@ class Transformer(nnx.Module):
         if not self.reproducible:
             x = duplicate_single_token(x)
         run_layer: Any = extend_layer_alone if self.mesh is None else partial(token_layer, mesh=self.mesh)
-        run_layer = partial(run_layer, table=cache.table, implementation=implementation)
-        states = list(cache.layers)
+        run_layer = partial(run_layer, implementation=implementation)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
-            x, states[index], aux = run_layer(block, spec, x, states[index], aux, positions, end)
-        return x[: len(tokens)], replace(cache, layers=tuple(states), lengths=end)
+            view = cache.of_layer(index)
+            x, state, aux = run_layer(
+                block, spec, x, view.state, aux, positions, end, table=view.table, first=view.first
+            )
+            cache = cache.with_layer(index, state)
+        return x[: len(tokens)], replace(cache, lengths=end)
 
     def prefill(
         self,

@@ -338,13 +338,15 @@ def ring_pass(
     *,
     sinks: int,
     window: int,
+    first: Int[Array, ""] | None = None,
     block_scores: Float[Array, "B 1 N blocks"] | None = None,
     arranged: ArrangedQueries | None = None,
 ) -> CodedPass:
     """Return the kernel's pass from one query per sequence over its quantized near tokens, with its own.
 
     `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), for these sequences and
-    maybe more after them. `block_scores` and `arranged` are those of `far_pass`.
+    maybe more. `first` is the index of the first sequence, default 0. `block_scores` and `arranged` are those
+    of `far_pass`.
     """
     keys, values = planes
     B, (_, K, M) = len(positions), values.reach.shape
@@ -364,15 +366,19 @@ def ring_pass(
         zero,
         end,
         slots=slots,
-        block_table=table_of_rings(planes, B),
+        block_table=table_of_rings(planes, B, first),
         gains=queries.gains,
         blocks=None if queries.gains is None else of_heads(stored // BLOCK),
     )
 
 
-def table_of_rings(planes: Sequence[Plane], count: int) -> Int[Array, "count 1"] | None:
-    """Return the block table of the first rings if there are more, as if rings were pages; else None."""
-    return None if len(planes[-1].reach) == count else jnp.arange(count, dtype=jnp.int32)[:, None]
+def table_of_rings(
+    planes: Sequence[Plane], count: int, first: Int[Array, ""] | None
+) -> Int[Array, "count 1"] | None:
+    """Return the block table of some rings if there are more, as if rings were pages; else None."""
+    if first is None and len(planes[-1].reach) == count:
+        return None
+    return jnp.arange(count, dtype=jnp.int32)[:, None] + (0 if first is None else first)
 
 
 def choice_refusal(

@@ -113,6 +113,7 @@ def rotate_and_store(
     near: tuple[int, int],
     implementation: Implementation | None,
     table: Int[Array, "B pages"] | None = None,
+    first: Int[Array, ""] | None = None,
 ) -> tuple[TurnedQueries, Stored, Stored] | None:
     """Apply rotary embedding and basis to single tokens and quantize them into the cache, with one kernel.
 
@@ -126,13 +127,14 @@ def rotate_and_store(
       near: sinks and window.
       implementation: requested implementation of attention.
       table: block table of a paged cache.
+      first: ring of the first sequence, default 0.
 
     Returns:
       Rotated queries, with a token axis in their plain form, and both updated stores. None if the kernel
       cannot serve the call, even if `pallas` is requested, or if XLA is requested.
     """
     sinks, window = near
-    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table, "first_ring": first}
 
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.

@@ -189,6 +189,7 @@ def token_layer(
     table: Array | None,
     mesh: Mesh,
     implementation: Implementation | None,
+    first: None = None,
 ) -> tuple[Array, State, Any]:
     """Run one layer on new tokens, divided by head; return what `extend_layer` does."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import device_refusal
+from kernels_pallas.triton import count_addressable
 from zdc_jax.axes import Array
 from zdc_jax.cache.paging.pages import Pages, pools_of
 from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, Snapshots, State, move_shift
@@ -173,6 +175,17 @@ class Paged(LayerCacheSpec):
     @property
     def stores_in_place(self) -> bool:
         return self.spec.stores_in_place
+
+    def count_sharing(self, layers: int, batch: int) -> int:
+        """Return how many of `layers` equal layers can share arrays for `batch` sequences, at least 1.
+
+        XLA would copy a shared array that it writes itself, so that kernels must write all of them. They
+        cannot address arrays of some sizes.
+        """
+        if not self.spec.codes_in_place or device_refusal(jax.ShapeDtypeStruct((), self.dtype)):
+            return 1
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: self.create(batch, self.page)))
+        return count_addressable(layers, [leaf.size * leaf.dtype.itemsize for leaf in leaves])
 
     def on_heads(self, num_kv_heads: int) -> "Paged":
         return replace(self, num_kv_heads=num_kv_heads, spec=self.spec.on_heads(num_kv_heads))

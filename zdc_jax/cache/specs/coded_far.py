@@ -7,9 +7,12 @@ kernel then applies both to a single token, quantizes it, and writes it to the s
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import CodedPass, Stored, TurnedQueries, join_heads
 from zdc_jax.axes import Array
@@ -102,11 +105,14 @@ class CodedFar(NearFar):
                 return Attended(written, o, lse, aux)
             q, k = k.rotate(q, call.implementation, by_token=True)
         rings = jax.tree.leaves(state.near)
-        if len(rings[0]) == len(q) or self._decodes_in_place(state, q, v, call):
+        if call.first is None and (len(rings[0]) == len(q) or self._decodes_in_place(state, q, v, call)):
             return super().attend(state, q, k, v, positions, end, aux, call)
-        first = jax.tree.map(lambda ring: ring[: len(q)], state.near)
-        attended = super().attend(replace(state, near=first), q, k, v, positions, end, aux, call)
-        near = jax.tree.map(_put_first, state.near, attended.state.near)
+        first = jnp.int32(0) if call.first is None else call.first
+        own = jax.tree.map(lambda ring: lax.dynamic_slice_in_dim(ring, first, len(q)), state.near)
+        call = replace(call, first=None)
+        attended = super().attend(replace(state, near=own), q, k, v, positions, end, aux, call)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        near = jax.tree.map(put, state.near, attended.state.near)
         return attended._replace(state=replace(attended.state, near=near))
 
     @property
@@ -144,7 +150,7 @@ class CodedFar(NearFar):
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
         heads = join_heads(q, k.keys, v)
         result = rotate_and_store(
-            heads, k, stored, positions, end, state.near.near, call.implementation, table
+            heads, k, stored, positions, end, state.near.near, call.implementation, table, call.first
         )
         if result is None:
             return None
@@ -160,8 +166,3 @@ class CodedFar(NearFar):
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
         gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
         return turned, gains, NearFarState(near, self.from_parts(*coded))
-
-
-def _put_first(old: Array, new: Array) -> Array:
-    """Replace the first sequences of an array."""
-    return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)

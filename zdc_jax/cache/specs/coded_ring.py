@@ -173,7 +173,7 @@ class CodedRing(PrefixRing):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        table = table_of_rings(planes, len(q)) if planes else None
+        table = table_of_rings(planes, len(q), call.first) if planes else None
         slots = _shape_of_all_slots(planes, len(q))
         refusal = partial(coded_decode_refusal, q, planes, slots=slots, table=table)
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
@@ -194,6 +194,7 @@ class CodedRing(PrefixRing):
             positions,
             sinks=sinks,
             window=window,
+            first=call.first,
             block_scores=call.block_scores,
             arranged=arranged,
         )

@@ -172,6 +172,11 @@ class CodedStore(CodedFar):
         return self._is_joinable and isinstance(self.near_code, FittedIntegers)
 
     @property
+    def codes_in_place(self) -> bool:
+        planes = jax.eval_shape(lambda: self._convert_planes(self.create_far(1, self.block)))
+        return self.stores_in_place and all(planes)
+
+    @property
     def _is_joinable(self) -> bool:
         """Whether near and far tokens have the same coordinates, and a kernel supports the near ones."""
         return self.R == self.Z == self.head_dim and can_join(self.sinks, self.window)

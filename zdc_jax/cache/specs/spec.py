@@ -52,6 +52,8 @@ class Call:
       scale: factor on the scores.
       implementation: requested implementation; None chooses one.
       table: page table [B, n] int32 of a paged cache.
+      first: index of the first sequence in arrays outside pages that have rows of other layers, too; None if
+        they have not.
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
@@ -65,6 +67,7 @@ class Call:
     scale: float
     implementation: Implementation | None = None
     table: Array | None = None
+    first: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
     arranged_scores: Callable[[Array], Array] | None = None
@@ -340,6 +343,11 @@ class LayerCacheSpec(ABC):
     @property
     def stores_in_place(self) -> bool:
         """Whether `attend_in_place` is written for this spec; on other devices than GPUs XLA may serve it."""
+        return False
+
+    @property
+    def codes_in_place(self) -> bool:
+        """Whether kernels, where they can serve, write all tokens in place, in pages and outside."""
         return False
 
     @property
