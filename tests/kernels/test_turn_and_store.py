@@ -69,7 +69,7 @@ class Case:
             pool = Pool([*chain(*planes)], np.zeros(len(self.ends), int), self.ends, page)
             rest = iter(pool.planes)
             planes = [[next(rest) for _ in each] for each in planes]
-            rings = jax.tree.map(lambda x: jnp.concatenate([x, x]), rings)  # Those of another layer first.
+            rings = on_arrays(lambda x: jnp.concatenate([x, x]), rings)  # Those of another layer first.
             options |= {"block_table": pool.table, "first_ring": jnp.int32(len(self.ends))}
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
         given = join_heads(self.q, self.k, self.v), self.turning, *stored, starts, ends
@@ -77,11 +77,9 @@ class Case:
         if page:
             rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
             found = [each._replace(planes=[next(rest) for _ in each.planes]) for each in found]
-            others, own = (
-                jax.tree.map(lambda x, half=half: jnp.split(x, 2)[half], [each.ring for each in found])
-                for half in range(2)
-            )
-            jax.tree.map(np.testing.assert_array_equal, others, self.rings)
+            rings = [each.ring for each in found]
+            others, own = (on_arrays(lambda x, i=i: jnp.split(x, 2)[i], rings) for i in range(2))
+            on_arrays(np.testing.assert_array_equal, others, self.rings)
             found = [each._replace(ring=ring) for each, ring in zip(found, own, strict=True)]
         return q, found
 
@@ -163,6 +161,11 @@ class Case:
 
 def read(code, coded, C):
     return np.asarray(compiled_codes.decode(code, coded, C), np.float64)[..., 0, :]
+
+
+def on_arrays(change, *trees):
+    """Change the arrays of trees; numbers of bits stay."""
+    return jax.tree.map(lambda *x: x[0] if isinstance(x[0], int) else change(*x), *trees)
 
 
 def near(found, exact, dtype):
