@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import Plane
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.kv_cache import KVCache, LayerPlace, place_layers
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
+from zdc_jax.ops.cache_attention import table_of_rings
 
 ROWS, PAGES, PAGE = 3, 4, 16
 SHAPE = {"num_kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
@@ -29,7 +31,7 @@ SPECS = (store(8), store(16), store(8), store(8), store(16))
 @pytest.fixture
 def joined(monkeypatch) -> KVCache:
     """Return a cache with random numbers, in which at most two equal layers share their arrays."""
-    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch: min(2, layers))
+    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch, capacity: min(2, layers))
     cache = KVCache.create(SPECS, batch=ROWS, capacity=2 * PAGE, join=True)
     rng = np.random.default_rng(0)
     filled = jax.tree.map(lambda leaf: jnp.asarray(9 * rng.random(leaf.shape), leaf.dtype), cache)
@@ -99,19 +101,33 @@ def test_copies_of_one_sequence_are_put_where_it_lies(joined, index):
             np.testing.assert_array_equal(found, expected)
 
 
+def test_a_layer_alone_in_its_arrays_is_as_in_other_caches(joined):
+    view = joined.of_layer(3)
+    assert view.first is None
+    assert view.table is joined.table
+
+
 def test_layers_share_arrays_only_where_kernels_write_all(monkeypatch):
-    assert place_layers(SPECS, ROWS) == ()  # There is no GPU.
+    def list_holders(specs, batch=ROWS, capacity=2 * PAGE):
+        return [place.holder for place in place_layers(specs, batch, capacity)]
+
+    assert list_holders(SPECS) == []  # There is no GPU.
     monkeypatch.setattr("zdc_jax.cache.paging.paged.device_refusal", lambda _: None)
-    assert [place.holder for place in place_layers(SPECS, ROWS)] == [0, 1, 0, 0, 1]
-    exact = store(8, near_code=None)
-    assert place_layers([exact] * 3, ROWS) == ()
-    plain = PrefixRing(**SHAPE, R=16, Z=16)
-    assert place_layers([Paged.of(plain, page=PAGE, pages=PAGES)] * 3, ROWS) == ()
-    assert place_layers([*SPECS, plain], ROWS) == ()
-    # Triton cannot address pools of 2^31 to 2^32 bytes: three layers would have them.
-    bytes_of_a_page = 2 * PAGE * 16
-    large = replace(store(8), pages=2**30 // bytes_of_a_page)
-    assert [place.holder for place in place_layers([large] * 3, ROWS)] == [0, 0, 2]
-    assert [place.holder for place in place_layers([large] * 5, ROWS)] == [0] * 5
-    bytes_of_a_ring = 2 * 8 * 16
-    assert [place.holder for place in place_layers([store(8)] * 3, 2**30 // bytes_of_a_ring)] == [0, 0, 2]
+    assert list_holders(SPECS) == [0, 1, 0, 0, 1]
+    exact, plain = store(8, near_code=None), PrefixRing(**SHAPE, R=16, Z=16)
+    assert list_holders([exact] * 3) == []
+    assert list_holders([Paged.of(plain, page=PAGE, pages=PAGES)] * 3) == []
+    assert list_holders([*SPECS, plain]) == []
+    # Triton cannot address arrays of 2^31 to 2^32 bytes: three layers would have them.
+    large = replace(store(8), pages=2**30 // (2 * PAGE * 16))
+    assert list_holders([large] * 3) == [0, 0, 2]
+    assert list_holders([large] * 5) == [0] * 5
+    window = 4 * PAGE
+    assert list_holders([store(window)] * 3, 2**30 // (2 * window * 16), 2 * window) == [0, 0, 2]
+
+
+def test_rings_of_a_layer_are_found_by_its_first_one():
+    plane = Plane(jnp.zeros((12, 2, 8, 16), jnp.uint8), jnp.zeros((12, 2, 8), jnp.uint8), 8)
+    np.testing.assert_array_equal(table_of_rings([plane], 3, jnp.int32(6)), [[6], [7], [8]])
+    np.testing.assert_array_equal(table_of_rings([plane], 3, None), [[0], [1], [2]])
+    assert table_of_rings([plane], 12, None) is None

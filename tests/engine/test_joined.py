@@ -19,7 +19,7 @@ CODED = methods.named("coded").Settings(bits_k=8, bits_v=4, bits_near=8, read=0,
 @pytest.mark.full
 def test_answers_are_those_of_generate(monkeypatch):
     # Snapshots are restored, and pages and rings of ended requests are filled again.
-    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch: min(2, layers))
+    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch, capacity: min(2, layers))
     tiny = TinyModel(LLAMA)
     plan = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
     layers = tuple(replace(ranks, settings=CODED) for ranks in plan.layers)

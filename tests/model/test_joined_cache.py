@@ -80,5 +80,5 @@ def test_on_kernels():
 
 @pytest.mark.full
 def test_on_xla(monkeypatch):
-    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch: min(2, layers))
+    monkeypatch.setattr(Paged, "count_sharing", lambda self, layers, batch, capacity: min(2, layers))
     check()

@@ -97,7 +97,7 @@ class KVCache:
         check_fits_now(specs, batch=batch, capacity=capacity)
         eager = len(specs) < LAYERS_AT_ONCE or not fits_program(specs, batch=batch, capacity=capacity)
         create = _create_layers if eager else _create_layers_at_once
-        places = place_layers(specs, batch) if join else ()
+        places = place_layers(specs, batch, capacity) if join else ()
         layers, lengths = create(tuple(specs), batch, capacity, places)
         return cls(layers, lengths, tuple(specs), capacity, places=places)
 
@@ -106,7 +106,7 @@ class KVCache:
         cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, join: bool = False
     ) -> "KVCache":
         """Create an empty cache within a program that is being traced, without a check of memory."""
-        places = place_layers(specs, batch) if join else ()
+        places = place_layers(specs, batch, capacity) if join else ()
         layers, lengths = _create_layers(tuple(specs), batch, capacity, places)
         return cls(layers, lengths, tuple(specs), capacity, places=places)
 
@@ -115,6 +115,8 @@ class KVCache:
         if not self.places:
             return LayerView(self.layers[index], self.table, None)
         holder, page, row = self.places[index]
+        if sum(place.holder == holder for place in self.places) == 1:
+            return LayerView(self.layers[holder], self.table, None)
         table = None if self.table is None else self.table + page
         return LayerView(self.layers[holder], table, jnp.int32(row))
 
@@ -167,6 +169,7 @@ class KVCache:
 
         Layers must not share arrays.
         """
+        assert not self.places
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1)
         table = None if self.table is None else take(self.table)
         layers = tuple(
@@ -207,12 +210,12 @@ class KVCache:
         return arrays + sum(spec.fixed_bytes for spec in self.specs)
 
 
-def place_layers(specs: Sequence[LayerCacheSpec], batch: int) -> tuple[LayerPlace, ...]:
-    """Return places of layers in arrays for `batch` sequences, or nothing if no layers can share theirs."""
+def place_layers(specs: Sequence[LayerCacheSpec], batch: int, capacity: int) -> tuple[LayerPlace, ...]:
+    """Return places of layers in the arrays of a cache, or nothing if no layers can share theirs."""
     paged = [spec for spec in specs if isinstance(spec, Paged)]
     if len(paged) < len(specs):
         return ()
-    groups = group_equal(paged, lambda spec, layers: spec.count_sharing(layers, batch))
+    groups = group_equal(paged, lambda spec, layers: spec.count_sharing(layers, batch, capacity))
     places = tuple(
         LayerPlace(holder, number * spec.pages, number * batch)
         for spec, (holder, number) in zip(paged, groups, strict=True)

@@ -30,8 +30,8 @@ class TailArrays:
     array, it changes its layout in between, and copies it.
 
     Attributes:
-      stacks: for each kind of layer and each of its leaves an array [layers * slots, …].
-      places: index of each layer's kind, and its number among the layers of that kind.
+      stacks: for each group of layers and each of their leaves an array [layers * slots, …].
+      places: index of each layer's group, and its number in that group.
       slots: number of slots.
     """
 
@@ -68,15 +68,15 @@ class TailArrays:
 
     def of_layer(self, layer: int, marks: Int[Array, " P"], slots: Int[Array, " P"]) -> Snapshots:
         """Return where a layer stores snapshots of the lengths `marks`; those without a slot are dropped."""
-        kind, number = self.places[layer]
+        group, number = self.places[layer]
         kept = (slots >= 0) & (slots < self.slots)
         nowhere = len(self.places) * self.slots
-        return Snapshots(self.stacks[kind], marks, jnp.where(kept, slots + number * self.slots, nowhere))
+        return Snapshots(self.stacks[group], marks, jnp.where(kept, slots + number * self.slots, nowhere))
 
     def with_layer(self, layer: int, leaves: list[Array]) -> "TailArrays":
-        """Return the snapshots with the arrays of a layer's kind replaced."""
-        kind, _ = self.places[layer]
-        return replace(self, stacks=(*self.stacks[:kind], leaves, *self.stacks[kind + 1 :]))
+        """Return the snapshots with the arrays of a layer's group replaced."""
+        group, _ = self.places[layer]
+        return replace(self, stacks=(*self.stacks[:group], leaves, *self.stacks[group + 1 :]))
 
     def put(self, own: Sequence[Sequence[Array]], slots: Int[Array, " P"]) -> "TailArrays":
         """Return the snapshots with new ones in `slots`; `own` has leaves [P, …], as `KVCache.own`."""
@@ -88,6 +88,6 @@ class TailArrays:
     def take(self, slot: Int[Array, ""]) -> list[list[Array]]:
         """Return one snapshot, leaves [1, …] of each layer, as `KVCache.own`."""
         return [
-            [jax.lax.dynamic_slice_in_dim(leaf, slot + number * self.slots, 1) for leaf in self.stacks[kind]]
-            for kind, number in self.places
+            [jax.lax.dynamic_slice_in_dim(leaf, slot + number * self.slots, 1) for leaf in self.stacks[group]]
+            for group, number in self.places
         ]

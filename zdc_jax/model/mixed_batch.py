@@ -177,6 +177,7 @@ def _layer(
     x, state = jax.lax.optimization_barrier((x, state))
 
     def attend_alike(q: Array, k: NewKeys, v: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
+        assert first is None
         batch = jnp.arange(count)
         of_token = jnp.concatenate([place.row[packing.chunk], batch])
         ends = jnp.concatenate([place.end[packing.chunk], end])

@@ -74,6 +74,7 @@ def extend_layer(
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:
         if block.reproducible:
+            assert first is None
             rows, ends = (
                 jnp.broadcast_to(each[:, None], positions.shape) for each in (jnp.arange(batch), end)
             )

@@ -191,7 +191,10 @@ def token_layer(
     implementation: Implementation | None,
     first: None = None,
 ) -> tuple[Array, State, Any]:
-    """Run one layer on new tokens, divided by head; return what `extend_layer` does."""
+    """Run one layer on new tokens, divided by head; return what `extend_layer` does.
+
+    Layers on a mesh share no arrays, so that `first` is None.
+    """
 
     def local(
         block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array, table: Array | None

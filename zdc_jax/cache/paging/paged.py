@@ -176,15 +176,15 @@ class Paged(LayerCacheSpec):
     def stores_in_place(self) -> bool:
         return self.spec.stores_in_place
 
-    def count_sharing(self, layers: int, batch: int) -> int:
-        """Return how many of `layers` equal layers can share arrays for `batch` sequences, at least 1.
+    def count_sharing(self, layers: int, batch: int, capacity: int) -> int:
+        """Return how many of `layers` equal layers can share the arrays of `create`, at least 1.
 
-        XLA would copy a shared array that it writes itself, so that kernels must write all of them. They
-        cannot address arrays of some sizes.
+        XLA may copy a shared array that it writes itself, so that kernels must write all of them. They cannot
+        address arrays of some sizes. Where they refuse a call, XLA reads and writes a layer's own part.
         """
         if not self.spec.codes_in_place or device_refusal(jax.ShapeDtypeStruct((), self.dtype)):
             return 1
-        leaves = jax.tree.leaves(jax.eval_shape(lambda: self.create(batch, self.page)))
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: self.create(batch, capacity)))
         return count_addressable(layers, [leaf.size * leaf.dtype.itemsize for leaf in leaves])
 
     def on_heads(self, num_kv_heads: int) -> "Paged":

@@ -352,7 +352,7 @@ class LayerCacheSpec(ABC):
 
     @property
     def takes_more_rings(self) -> bool:
-        """Whether `attend` takes rings of more sequences than its queries, and serves the first ones.
+        """Whether `attend` takes rings of more sequences than its queries, and serves those at `Call.first`.
 
         Tokens stored by position must be those of the queries' sequences, or in pages.
         """
