@@ -12,6 +12,7 @@ import pytest
 from zdc_jax.engine import stored_programs
 from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.uncompiled import Program
+from zdc_jax.errors import CacheMemoryError
 
 
 class Named:
@@ -51,6 +52,56 @@ def test_the_number_of_programs_is_said_first(caplog):
         assert compile_all(prepare(Named("a"), Named("b"))) == {"a": "a", "b": "b"}
     assert caplog.messages[0] == "compiling 2 programs; without a GPU this takes minutes"
     assert len(caplog.messages) == 3
+
+
+class Hungry(Named):
+    """Lowered program for which memory is short while others are compiled, or always."""
+
+    def __init__(self, name: str, others: set[str], *, always: bool = False):
+        super().__init__(name)
+        self.others, self.always, self.tries = others, always, 0
+
+    def compile(self) -> str:
+        self.tries += 1
+        if self.always or self.tries == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        assert self.others == {"other"}, "all others are compiled"
+        return self.name
+
+
+class Other(Named):
+    """Lowered program that takes a while."""
+
+    def __init__(self, done: set[str]):
+        super().__init__("other")
+        self.done = done
+
+    def compile(self) -> str:
+        time.sleep(0.2)
+        self.done.add(self.name)
+        return self.name
+
+
+def test_a_program_that_found_too_little_memory_is_compiled_after_the_others(caplog):
+    done: set[str] = set()
+    programs = prepare(Hungry("large", done), Other(done), Hungry("larger", done))
+    with caplog.at_level(logging.INFO, logger="zdc_jax.engine"):
+        assert compile_all(programs) == {name: name for name in programs}
+    assert "memory was short for 2 programs next to others: compiling them again" in caplog.messages
+
+
+def test_a_program_that_never_finds_memory_is_refused():
+    with pytest.raises(CacheMemoryError, match="lower cache_tokens, max_sequences or max_model_len"):
+        compile_all(prepare(Hungry("large", {"other"}, always=True)))
+
+
+def test_other_failures_of_the_compiler_are_passed_on():
+    class Broken(Named):
+        def compile(self) -> str:
+            raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_all(prepare(Broken("a"), Named("b")))
 
 
 def test_a_second_interrupt_ends_the_process_while_programs_compile(caplog, monkeypatch):

@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -13,6 +13,7 @@ from jax.stages import Compiled
 
 from zdc_jax.engine import stored_programs
 from zdc_jax.engine.uncompiled import Program
+from zdc_jax.errors import CacheMemoryError
 
 logger = logging.getLogger("zdc_jax.engine")
 
@@ -20,8 +21,12 @@ logger = logging.getLogger("zdc_jax.engine")
 def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     """Compile programs and log each of them, since all together take up to minutes.
 
-    Programs that an earlier process stored are loaded. An interrupt waits for the programs that are being
-    compiled. Meanwhile SIGINT ends the process.
+    Programs that an earlier process stored are loaded. XLA runs products to choose their kernels; programs
+    that find too little memory next to others are compiled again, one by one. An interrupt waits for the
+    programs that are being compiled. Meanwhile SIGINT ends the process.
+
+    Raises:
+      CacheMemoryError: the cache leaves too little memory to compile a program.
     """
     threads = ThreadPoolExecutor()
     files = {name: stored_programs.find_file(program) for name, program in programs.items()}
@@ -50,7 +55,17 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
         logger.info("compiling %d programs%s", len(missing), slow)
     try:
         futures = {name: threads.submit(compile_one, name) for name in missing}
-        compiled |= {name: future.result() for name, future in futures.items()}
+        together, short = _gather(futures)
+        compiled |= together
+        for name in short:
+            compiled[name] = compile_one(name)
+    except jax.errors.JaxRuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise CacheMemoryError(
+            f"the cache leaves too little memory to compile programs: {error}; lower cache_tokens, "
+            "max_sequences or max_model_len"
+        ) from error
     except KeyboardInterrupt:
         stopped.set()
         logger.warning("interrupted: programs that are being compiled end first; Ctrl-C ends at once")
@@ -63,6 +78,25 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
         threads.shutdown(cancel_futures=True)
     stored_programs.trim()
     return compiled
+
+
+def _gather(futures: dict[str, Future[Compiled]]) -> tuple[dict[str, Compiled], list[str]]:
+    """Wait for programs; return the compiled ones, and the names of those that were short of memory."""
+    compiled, short = {}, []
+    for name, future in futures.items():
+        try:
+            compiled[name] = future.result()
+        except jax.errors.JaxRuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            short.append(name)
+    if short:
+        logger.info("memory was short for %d programs next to others: compiling them again", len(short))
+    return compiled, short
+
+
+def _is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _load_all(
