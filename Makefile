@@ -33,7 +33,7 @@ demo-llm: $(READY) $(SMOLLM2)
 # `pip --no-compile` halves the time of the installation. Python then keeps the bytecode of what it imports.
 demo demo-llm test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# The same tests each time, about six minutes on two cores.
+# The same tests each time, four to seven minutes on two cores.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

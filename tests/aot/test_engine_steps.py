@@ -77,7 +77,7 @@ def arguments(plan: CompressionPlan, longest: int):
 
     with on_abstract_h200():
         cache = jax.eval_shape(
-            lambda: KVCache.trace(layout.specs, batch=ROWS, capacity=layout.capacity, join=True)
+            lambda: KVCache.create(layout.specs, batch=ROWS, capacity=layout.capacity, join=True)
         )
     tails = (
         jax.eval_shape(lambda: TailArrays.empty(cache, layout.tails, in_place=True)) if layout.tails else None

@@ -102,13 +102,10 @@ class KVCache:
         return cls(layers, lengths, tuple(specs), capacity, places=places)
 
     @classmethod
-    def trace(
-        cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, join: bool = False
-    ) -> "KVCache":
+    def trace(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
         """Create an empty cache within a program that is being traced, without a check of memory."""
-        places = place_layers(specs, batch, capacity) if join else ()
-        layers, lengths = _create_layers(tuple(specs), batch, capacity, places)
-        return cls(layers, lengths, tuple(specs), capacity, places=places)
+        layers, lengths = _create_layers(tuple(specs), batch, capacity, ())
+        return cls(layers, lengths, tuple(specs), capacity)
 
     def of_layer(self, index: int) -> LayerView:
         """Return what a layer stores."""
