@@ -11,6 +11,7 @@ from listening import CONFIG, TWO_LAYERS, Listener, ask, window_model
 from zdc_jax import methods
 from zdc_jax.engine import layout, runner
 from zdc_jax.engine.checks import check_request
+from zdc_jax.engine.compiling import compile_all
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import Busy, EngineRequest
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
@@ -165,6 +166,7 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(mode
 
 @pytest.mark.full
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
+    monkeypatch.setattr(runner, "compile_all", compile_all)  # Others compile programs when they use them.
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the program '.*' needs [\d,]+ bytes .*, 1,000 are free"):
         Engine(model, replace(CONFIG, max_sequences=1))
