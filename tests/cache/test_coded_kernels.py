@@ -229,7 +229,7 @@ def test_the_first_of_more_sequences_decode_without_copies_of_their_rings(
     plain, unturned, implementation, monkeypatch
 ):
     if implementation is None:
-        monkeypatch.setattr(coded_far, "_put_first", None)  # Kernels do not need it.
+        monkeypatch.setattr(coded_far, "_put_rings", None)  # Kernels do not need it.
     spec = Paged.of(SPECS["near tokens, too"], page=PAGE, pages=B * S // PAGE)
     table = jnp.arange(B * S // PAGE).reshape(B, -1)
     options = {"table": table, "unturned": unturned, "shifted": unturned, "steps": 2}

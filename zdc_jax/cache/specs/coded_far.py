@@ -111,8 +111,7 @@ class CodedFar(NearFar):
         own = jax.tree.map(lambda ring: lax.dynamic_slice_in_dim(ring, first, len(q)), state.near)
         call = replace(call, first=None)
         attended = super().attend(replace(state, near=own), q, k, v, positions, end, aux, call)
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
-        near = jax.tree.map(put, state.near, attended.state.near)
+        near = jax.tree.map(partial(_put_rings, first=first), state.near, attended.state.near)
         return attended._replace(state=replace(attended.state, near=near))
 
     @property
@@ -166,3 +165,8 @@ class CodedFar(NearFar):
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
         gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
         return turned, gains, NearFarState(near, self.from_parts(*coded))
+
+
+def _put_rings(old: Array, new: Array, first: Array) -> Array:
+    """Replace the rings of some sequences."""
+    return lax.dynamic_update_slice_in_dim(old, new, first, 0)
