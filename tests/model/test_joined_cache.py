@@ -48,9 +48,9 @@ def run(network, *, join: bool):
         decodes = (lengths > 0) & (np.arange(ROWS) != row)
         lengths = (lengths + decodes).astype(np.int32)
         of_chunks, of_tokens, cache, tails = extend(
-            network, cache, place, tokens, tokens[:ROWS], jnp.asarray(lengths), tails=tails
+            network, cache, place, tokens, tokens[:ROWS], jnp.array(lengths), tails=tails
         )
-        lengths[row] += count
+        lengths[row] += count  # `jnp.array` has copied it.
         results += [of_chunks[:count], of_tokens[decodes]]
     for _ in range(3):
         tokens = jnp.asarray(rng.integers(0, 512, (ROWS, 1)), jnp.int32)
