@@ -35,7 +35,7 @@ import tyro
 
 from benchmarks.common import RESULTS, ask_environment, commit, earlier, write_result
 from benchmarks.serving.client import encode_requests, get, replay_load
-from benchmarks.serving.loads import Load, parse_loop, slice_trace
+from benchmarks.serving.loads import Load, parse_loops, slice_trace
 from benchmarks.serving.replay import Served, summarize_times
 from benchmarks.serving.systems import (
     NAMES,
@@ -112,13 +112,7 @@ def make_loads(options: Options) -> list[Load]:
     """
     if (options.trace is None) != (not options.rates):
         raise SystemExit(f"--trace {options.trace} --rates {options.rates}: a trace needs rates; pass both")
-    loads = [parse_loop(text) for text in options.loop]
-    for load in loads:
-        if (longest := load.requests[0].prompt + load.requests[0].answer) > options.max_model_len:
-            raise SystemExit(
-                f"--loop {load.name}: has {longest} tokens, more than --max-model-len "
-                f"{options.max_model_len}; raise it"
-            )
+    loads = parse_loops(options.loop, options.max_model_len)
     if options.trace is not None:
         loads += slice_trace(
             options.trace,

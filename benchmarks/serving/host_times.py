@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks.common import RESULTS, ask_environment, commit, write_result
 from benchmarks.serving.client import encode_requests, replay_load
-from benchmarks.serving.loads import Load, parse_loop
+from benchmarks.serving.loads import Load, parse_loops
 from benchmarks.serving.systems import Limits, ServerFailed, System, make_ours, run_server
 from benchmarks.serving.timed_server import VARIABLE
 from zdc_jax.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def summarize(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 def main(options: Options) -> None:
     """Measure each plan, print a line for each program, and write the results."""
-    loads = [parse_loop(text) for text in options.loop]
+    loads = parse_loops(options.loop, options.max_model_len)
     vocab_size = Checkpoint.open(options.model).config.vocab_size
     where, rows = ask_environment(), []
     for plan in options.plan:

@@ -56,6 +56,22 @@ def parse_loop(text: str) -> Load:
     return Load(f"{prompt}/{answer}@{clients}", requests, clients)
 
 
+def parse_loops(texts: Sequence[str], max_model_len: int) -> list[Load]:
+    """Return closed loops (`parse_loop`) whose requests have at most `max_model_len` tokens.
+
+    Raises:
+      SystemExit: a text has another form, or its requests are longer.
+    """
+    loads = [parse_loop(text) for text in texts]
+    for load in loads:
+        if (longest := load.requests[0].prompt + load.requests[0].answer) > max_model_len:
+            raise SystemExit(
+                f"--loop {load.name}: has {longest} tokens, more than --max-model-len {max_model_len}; "
+                "raise it"
+            )
+    return loads
+
+
 def slice_trace(
     trace: Path, *, start: float, seconds: float, rates: Sequence[float], max_model_len: int
 ) -> list[Load]:

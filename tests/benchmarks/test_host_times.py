@@ -40,6 +40,11 @@ def test_the_server_is_that_of_the_comparison_with_timers(tmp_path):
     assert system.environment["ZDC_HOST_TIMES"] == str(tmp_path / "times.json")
 
 
+def test_longer_loops_are_refused_before_any_work(tmp_path):
+    with pytest.raises(SystemExit, match="has 68 tokens, more than --max-model-len 64; raise it"):
+        main(Options(tmp_path / "no model", 64, ("60/8@2",)))
+
+
 @pytest.mark.full
 def test_a_server_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

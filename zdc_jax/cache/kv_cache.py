@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -212,7 +212,12 @@ def place_layers(specs: Sequence[LayerCacheSpec], batch: int, capacity: int) -> 
     paged = [spec for spec in specs if isinstance(spec, Paged)]
     if len(paged) < len(specs):
         return ()
-    groups = group_equal(paged, lambda spec, layers: spec.count_sharing(layers, batch, capacity))
+
+    @cache  # It traces a cache, which takes milliseconds.
+    def count_sharing(spec: Paged, layers: int) -> int:
+        return spec.count_sharing(layers, batch, capacity)
+
+    groups = group_equal(paged, count_sharing)
     places = tuple(
         LayerPlace(holder, number * spec.pages, number * batch)
         for spec, (holder, number) in zip(paged, groups, strict=True)
