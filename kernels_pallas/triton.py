@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.quantized.byte_levels import bit_planes
 from kernels_pallas.quantized.inputs import Plane
-from kernels_pallas.quantized.unpack import bit_planes
 
 try:
     import jax.experimental.pallas.triton as plt

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -35,33 +34,26 @@ PROGRAMS = 4096
 """Number of programs above which each merges more coordinates."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["o", "lse"], meta_fields=["order", "pitch", "transposed"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["o", "lse"], meta_fields=["pitch"])
 @dataclass(frozen=True)
 class Parts:
     """Partial attention over P parts of the keys, for G query heads of each of K KV heads.
 
     Attributes:
-      o: outputs, float32 [B, K, P, G, Z], or [B, K, P, Z, at least G] if `transposed`. Those with a
-        log-sum-exp of -inf have any values.
+      o: outputs, float32 [B, K, P, at least G, Z]. Those with a log-sum-exp of -inf have any values.
       lse: natural log-sum-exp, float32 [B, K, P, rows]; the query heads of KV head k begin at row k · pitch
         mod 8.
-      order: coordinate of each column of Z; None for the identity.
       pitch: rows per KV head in `lse`.
-      transposed: whether heads are the last axis of `o`.
     """
 
     o: Array
     lse: Array
-    order: tuple[int, ...] | None = None
     pitch: int = 0
-    transposed: bool = False
 
     @property
     def Z(self) -> int:
         """Number of coordinates."""
-        return self.o.shape[3 if self.transposed else 4]
+        return self.o.shape[4]
 
 
 @functools.partial(jax.jit, static_argnames=("G", "dtype"))
@@ -74,12 +66,10 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
     highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
     weight = jnp.exp(lse - highest)
     total = weight.sum(2)
-    partial = parts.o[..., :G].swapaxes(3, 4) if parts.transposed else parts.o
+    partial = parts.o[..., :G, :]
     # A weight that is NaN makes the result NaN.
     weighted = jnp.where(weight[..., None] != 0, partial * weight[..., None], 0.0)
     o = weighted.sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
-    if parts.order is not None:
-        o = o[..., np.argsort(parts.order)]
     lse = jnp.log(total) + highest[:, :, 0]
     return o.reshape(B, K * G, -1).astype(dtype), lse.reshape(B, K * G)
 
@@ -107,7 +97,6 @@ def _launch(
 ) -> tuple[Array, Array]:
     B, K = parts[0].o.shape[:2]
     Z = max(each.Z for each in parts)
-    places = [None if each.order is None else np.argsort(each.order).astype(np.int32) for each in parts]
     columns = COLUMNS
     while columns < Z and B * K * G * pl.cdiv(Z, columns) > PROGRAMS:
         columns *= 2
@@ -119,15 +108,13 @@ def _launch(
         compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,
         name="zdc_merge",
-    )(parts, jax.tree.map(jnp.asarray, places))
+    )(parts)
     return o, lse
 
 
-def _kernel(
-    parts: Sequence[Any], places: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int, count: int
-) -> None:
+def _kernel(parts: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int, count: int) -> None:
     """Merge `count` coordinates of the parts of one query head."""
-    found = [_Source(*pair) for pair in zip(parts, places, strict=True)]
+    found = [_Source(each) for each in parts]
     b, n = pl.program_id(0), pl.program_id(1)
     kv, member = lax.div(n, jnp.int32(G)), lax.rem(n, jnp.int32(G))
     lses = [each.lses(b, kv, member) for each in found]
@@ -144,10 +131,9 @@ def _kernel(
 
 
 class _Source(NamedTuple):
-    """References to `Parts` of one kernel, and to the column of each coordinate if they have an order."""
+    """References to `Parts` of one kernel."""
 
     parts: Any
-    place: Any
 
     @property
     def _some(self) -> list[Array]:
@@ -167,11 +153,9 @@ class _Source(NamedTuple):
     def results(self, b: Array, kv: Array, member: Array, columns: Array, weights: list[Array]) -> Array:
         """Load these columns of all parts, and return their weighted sum."""
         there = columns < self.parts.Z
-        if self.place is not None:
-            columns = plt.load(self.place.at[columns], mask=there, other=0)
         total = jnp.zeros(columns.shape[1], jnp.float32)
         for part, weight in zip(self._some, weights, strict=True):
-            at = (columns, member) if self.parts.transposed else (member, columns)
             mask = there & (part < self.parts.o.shape[2]) & (weight != 0)
-            total += (weight * plt.load(self.parts.o.at[b, kv, part, *at], mask=mask, other=0.0)).sum(0)
+            of_parts = plt.load(self.parts.o.at[b, kv, part, member, columns], mask=mask, other=0.0)
+            total += (weight * of_parts).sum(0)
         return total

@@ -1,47 +1,40 @@
 """Attention of one new token per sequence to quantized keys and values (ours).
 
     grid: (B·K, parts of all passes); one warpgroup per CTA
-    first:              TMA q, list of slots → q_ready
-    stream of blocks:   TMA levels, scales → ready[slot]   (`stages` in flight)
+    first:              queries → integers in registers; TMA list of slots → lists_ready
+    stream of blocks:   TMA levels, scales → ready[slot]   (`stages` steps in flight)
     list of slots:      loads from global memory into registers
 
-    each block of 64 keys:
-        | Sᵀ = K qᵀ     | K unpacked in registers, q in shared memory |
-        | softmax       | along keys, over all four warps             |
-        | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
+    each step of 128 keys, each warp with 32 of them (`warp_attention`):
+        | Sᵀ = q Kᵀ     | levels unpacked to bytes in registers |
+        | softmax       | in the warp                           |
+        | Oᵀ += Vᵀ Wᵀ   | levels unpacked to bytes in registers |
 
-    then write the partial output and log-sum-exp; `decode.merge` merges them
+    then merge the warps, and write the partial output and log-sum-exp; `decode.merge` merges the parts
     in launches of several passes, a part without keys writes only its log-sum-exp
 
 A pass reads one set of keys, for example the near or the far tokens. The passes of a launch have their own
 parts, each with its own CTA.
 
-Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and computes 2 G (C + Z) FLOP. Levels
-become bfloat16 in registers (`unpack`). Keys are the rows of the products; the few query heads
-of a KV head are eight or sixteen columns. Scales of keys multiply scores, those of values probabilities.
-
-A running maximum would need a reduction over all four warps in every block. Instead each part uses the
-maximum of its first block throughout. Float32 then holds probabilities up to 2^127 times the largest of that
-block; those below 2^-126 of it vanish. If a later sum exceeds 2^60, the part is repeated with a running
-maximum.
+Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane. It computes 4 G (C + Z) integer
+operations, since queries and weights have two bytes. Scales of keys multiply scores, those of values weights.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
+from kernels_pallas.common import NEVER
 from kernels_pallas.decode.merge import Parts, merged
 from kernels_pallas.lowering import lower_once
+from kernels_pallas.quantized import warp_outputs, warp_queries
 from kernels_pallas.quantized.inputs import (
     BLOCK,
     CodedConfig,
@@ -52,26 +45,20 @@ from kernels_pallas.quantized.inputs import (
     rows_of,
 )
 from kernels_pallas.quantized.key_blocks import (
+    ALIGNED,
+    PAIR,
     Buffers,
     Chosen,
     Geometry,
-    KeyBlock,
     Operands,
-    Source,
     Span,
     Stream,
     block_shape,
-    spread_down,
     view_blocks,
 )
 from kernels_pallas.quantized.queries import arrange_gains, arrange_queries
-from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.quantized.unpack import unpacked
-
-LARGEST_SUM = 2.0**60
-"""Sum of probabilities, relative to the first block's, above which the running maximum is needed."""
-ALIGNED = 128
-"""Alignment in bytes of an asynchronous copy's destination in shared memory."""
+from kernels_pallas.quantized.warp_layout import ROWS, WARPS, Form
+from kernels_pallas.registers import Registers, inline
 
 
 def coded_attention(
@@ -168,7 +155,11 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
     prepared = [_prepare(*each, scale) for each in zip(passes, forms, strict=True)]
     geometries = [g for g, _ in prepared]
     B, K = len(passes[0].q), geometries[0].K
-    sizes = [(B, K, g.parts, *each) for g in geometries for each in ((g.widths[-1], g.columns), (g.columns,))]
+    sizes = [
+        (B, K, g.parts, *each)
+        for g in geometries
+        for each in ((g.form.columns, g.form.widths[-1]), (g.form.columns,))
+    ]
     found = plgpu.kernel(
         functools.partial(_kernel, passes=geometries),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
@@ -178,10 +169,7 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
         # The kernel places its own barriers between writes and reads of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*(operands for _, operands in prepared))
-    return [
-        Parts(o, lse, order=tuple(map(int, g.order(-1))), transposed=True)
-        for g, o, lse in zip(geometries, found[::2], found[1::2], strict=True)
-    ]
+    return [Parts(o, lse) for o, lse in zip(found[::2], found[1::2], strict=True)]
 
 
 def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Operands]:
@@ -190,7 +178,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, form.bits, strict=True))
     (_, K, S), page = rows_of(planes[0][1], block_table), planes[0][1].shape[2]
     if q.ndim == 3:
-        q = arrange_queries(q, K, list(zip(widths, form.bits, strict=True))[:-1])
+        q = arrange_queries(q, K)
     if gains is not None and gains.ndim == 3:
         gains = arrange_gains(gains, K)
     lists = []
@@ -209,13 +197,10 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         S=S,
         page=0 if block_table is None else page,
         chosen=lists[0].shape[2] * BLOCK if lists else 0,
-        columns=q.shape[2],
         gains=gains is not None,
-        widths=widths,
-        bits=form.bits,
-        scale=scale,
         parts=form.config.splits,
         stages=form.config.stages,
+        form=Form(q.shape[2], widths, form.bits, scale),
     )
     return g, Operands(
         begin=begin.astype(jnp.int32),
@@ -281,27 +266,19 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
 
 def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, skips: bool) -> None:
     """Run a part of a pass in buffers that other passes do not need; `skips` leaves out empty parts."""
-    planes, Z = len(g.widths), g.widths[-1]
-    sizes = [C * b // 8 for C, b in zip(g.widths, g.bits, strict=True)]
+    copies, streams = PAIR * (2 * len(g.sizes) + g.gains), not g.chosen
     pl.run_scoped(
         functools.partial(_part, refs, outputs, g, part, skips),
         Buffers(
-            q=[
-                # Copies must begin at whole tiles.
-                tiled(g.columns, at.size, dtype=jnp.bfloat16, width=math.gcd(tile_width(at.size), at.start))
-                for at in g.key_columns
-            ],
-            levels=[] if g.chosen else [plgpu.SMEM((g.stages, *block_shape(P)), jnp.uint8) for P in sizes],
-            reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in sizes],
+            levels=[plgpu.SMEM((g.stages, PAIR, *block_shape(P)), jnp.uint8) for P in g.sizes] * streams,
+            reach=[plgpu.SMEM((g.stages, PAIR, ALIGNED), jnp.uint8) for _ in g.sizes] * streams,
             lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
-            gains=[plgpu.SMEM((g.stages, ALIGNED // 4), jnp.float32)] if g.gains and not g.chosen else [],
-            values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
-            p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
-            o=plgpu.SMEM((Z, g.columns), jnp.float32),
-            lse=plgpu.SMEM((g.columns,), jnp.float32),
-            largest=plgpu.SMEM((1,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + g.lists),
-            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes + (g.gains and not g.chosen)),
+            gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * (g.gains and streams),
+            q=plgpu.SMEM((g.form.tiles * g.form.steps, 32, 4), jnp.int32),
+            sums=plgpu.SMEM((2, WARPS, ROWS * g.form.tiles), jnp.float32),
+            outputs=plgpu.SMEM((WARPS, g.form.columns, g.form.widths[-1]), jnp.float32),
+            lists_ready=plgpu.Barrier(num_arrivals=max(g.lists, 1)),
+            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=copies),
         ),
     )
 
@@ -315,133 +292,63 @@ def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, skip
 
     span = Span.of(g, inside(refs.begin[b]), inside(refs.end[b]), part)
 
+    o, lse = o_ref.at[b, kv, part], lse_ref.at[b, kv, part]
+
     def attend() -> None:
-        _attend(refs, o_ref, g, part, at, span)
+        _attend(refs, [o, lse], g, at, span)
 
     def leave_out() -> None:
-        at.lse[...] = filled((g.columns,), -jnp.inf, plgpu.Layout.WGMMA.reduce(0))
-        plgpu.commit_smem()
+        inline(functools.partial(_leave_out, g.form), [lse], [], [], [])
 
     if skips:  # Most rows of a large batch may be idle.
         lax.cond(span.first < span.last, attend, leave_out)
     else:
         attend()
-    plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
-    plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(refs: Operands, o_ref: Any, g: Geometry, part: Array, at: Buffers, span: Span) -> None:
-    """Compute the output of a part with keys, and leave its log-sum-exp in shared memory."""
-    b, kv = _find_head(g)
-    for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
-        plgpu.copy_gmem_to_smem(refs.q.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
-    for entries, buffer in zip(refs.lists, at.lists, strict=True):
-        plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.q_ready)
+def _leave_out(form: Form, pointers: list[Any], *_: Any) -> list[Registers]:
+    warp_outputs.leave_out(form, *pointers)
+    return []
+
+
+def _attend(refs: Operands, outputs: list[Any], g: Geometry, at: Buffers, span: Span) -> None:
+    """Compute the output of a part with keys, and its log-sum-exp."""
+    (b, kv), form = _find_head(g), g.form
     where = (0, 0) if g.chosen and g.page else (b, kv)  # A list in pages indexes the whole pool.
     gains = refs.gains.at[b, kv] if g.gains else None
     source = (Chosen if g.chosen else Stream)(g, at, span, refs, where, gains)
-    plgpu.barrier_wait(at.q_ready)
+    for entries, buffer in zip(refs.lists, at.lists, strict=True):
+        plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.lists_ready)
+    source.begin()
 
-    @pl.loop(0, 2)
-    def _attempt(number: Array) -> None:
-        # Negated, so that NaN also repeats the part.
-        @pl.when((number == 0) | jnp.logical_not(at.largest[0] < LARGEST_SUM))
-        def _() -> None:
-            settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
-            _store(at, *_accumulate(source, settled))
+    def prepare(pointers: list[Any], *_: Any) -> list[Registers]:
+        return warp_queries.prepare_queries(form, *pointers)
 
-    plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
+    queries = inline(prepare, [refs.q.at[b, kv], at.q], [], [], form.query_sizes)
+    if g.lists:
+        plgpu.barrier_wait(at.lists_ready)
+
+    def body(step: Array, carry: list[Array]) -> list[Array]:
+        place = source.place(step)
+        carry = source.add(step, queries, carry)
+        source.ahead(step, place)
+        return carry
+
+    def start(*_: Any) -> list[Registers]:
+        return [[x] * size for x, size in zip((0.0, NEVER, 0.0, 0.0), form.carry_sizes, strict=True)]
+
+    carry = inline(start, [], [], [], [(size, jnp.float32) for size in form.carry_sizes])
+    carry = lax.fori_loop(0, span.steps, body, carry)
+
+    def finish(pointers: list[Any], _: Any, arrays: list[Registers]) -> list[Registers]:
+        o, lse, sums, merged = pointers
+        warp_outputs.finish(form, o, lse, sums, merged, arrays)
+        return []
+
+    inline(finish, [*outputs, at.sums, at.outputs], [], carry, [])
 
 
 def _find_head(g: Geometry) -> tuple[Array, Array]:
     """Return the sequence and the KV head of a CTA."""
     head = lax.axis_index("head")
     return lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
-
-
-def _accumulate(source: Source, settled: Array) -> tuple[Array, Array, Array]:
-    """Accumulate the part's blocks; the maximum is that of the blocks before `settled`.
-
-    Returns:
-      Weighted values [Z, columns], and maximum and sum of the probabilities [columns].
-    """
-    g, at, span = source.g, source.at, source.span
-    source.begin()
-
-    def body(step: Array, carry: Any, *, running: bool) -> Any:
-        place = source.place(step)
-        return _add_block(g, at, source.block(step), lambda: source.ahead(step, place), carry, running)
-
-    column = plgpu.Layout.WGMMA.reduce(0)
-    carry = (
-        filled((g.widths[-1], g.columns), 0, plgpu.Layout.WGMMA),
-        filled((g.columns,), NEVER, column),
-        filled((BLOCK, g.columns), 0, plgpu.Layout.WGMMA),
-    )
-    carry = lax.fori_loop(span.first, settled, functools.partial(body, running=True), carry)
-    acc, m, l = lax.fori_loop(settled, span.last, functools.partial(body, running=False), carry)
-    return acc, m, l.sum(axis=0)
-
-
-def _add_block(
-    g: Geometry, at: Buffers, block: KeyBlock, have_read: Callable[[], None], carry: Any, running: bool
-) -> Any:
-    """Add one block to the softmax; `l` is summed over keys at the end.
-
-    `have_read` is called when all threads have read the block, during the tensor-core product.
-    """
-    acc, m, l = carry
-    shape, last = (BLOCK, g.columns), len(g.widths) - 1
-
-    def unpack(i):
-        return unpacked(block.levels(i), g.widths[i], g.bits[i])
-
-    def steps(i):
-        return _steps(block.reach(i), g.bits[i], shape)
-
-    scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
-    if block.gains is not None:
-        scores = scores + block.gains
-    _wait_for_all()
-    at.values[...] = unpack(last)
-    scores = jnp.where(block.visible, scores, -jnp.inf)
-    if running:
-        highest = jnp.maximum(m, scores.max(axis=0))
-        alpha, m = jnp.exp2(m - highest), highest
-        acc, l = acc * spread_down(alpha, acc.shape), l * spread_down(alpha, shape)
-    p = jnp.exp2(scores - spread_down(m, shape))
-    # Slots out of range may contain NaN.
-    weights = jnp.where(block.visible, p * steps(last), 0.0).astype(jnp.bfloat16)
-    at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-
-    return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape, have_read), m, l + p
-
-
-@plgpu.inline_mgpu()
-def _wait_for_all(_: Any) -> None:
-    """Synchronize the warps: all have read the block, and their writes for the previous one."""
-    mgpu.warpgroup_barrier()
-
-
-def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """Compute a bᵀ in float32; a is in registers or shared memory, b in shared memory."""
-
-    def product(result: Any) -> Array:
-        plgpu.wgmma(result, a, b.transpose((1, 0)))
-        meanwhile()
-        return result[...]
-
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-
-
-def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
-    """Return scale/2^bits of each key, broadcast along the rows of `shape`; `reach` is in e5m3."""
-    return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
-
-
-def _store(at: Buffers, acc: Array, m: Array, l: Array) -> None:
-    at.o[...] = acc * spread_down(jnp.where(l == 0, 0.0, 1.0 / l), acc.shape)
-    at.lse[...] = jnp.where(l == 0, -jnp.inf, m / LOG2_E + jnp.log(l))
-    at.largest[...] = lax.broadcast_in_dim(l.max(axis=0), (1,), [])
-    plgpu.commit_smem()

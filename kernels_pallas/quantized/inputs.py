@@ -9,11 +9,12 @@ from jax import Array
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.quantized.unpack import BITS
+from kernels_pallas.quantized.byte_levels import BITS
+from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.tuning import measured
 
 BLOCK = 64
-"""Keys per step: rows of one tensor-core product."""
+"""Keys that are copied together. What scores gain is the same within a block."""
 CTAS = 4
 """CTAs that run on one multiprocessor at once."""
 MOST_HEADS = 16
@@ -70,7 +71,7 @@ class CodedConfig:
     """Launch configuration.
 
     Attributes:
-      stages: blocks of keys in flight.
+      stages: steps of 128 keys in flight.
       splits: parts of the keys of one KV head of one sequence.
     """
 
@@ -105,7 +106,7 @@ class CodedPass(NamedTuple):
 def config_for(
     keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
 ) -> CodedConfig:
-    """Return the default number of parts, with the measured number of blocks in flight for these widths.
+    """Return the default number of parts, with the measured number of steps in flight for these widths.
 
     Entries of the table are keyed by coordinates and by the bytes of a token's levels, over all planes.
     """
@@ -121,11 +122,11 @@ def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
 
     A whole store has at least four parts if each then has at least 256 keys, and up to eight if they give a
     multiprocessor at most twelve CTAs: the last parts of the longest sequence would otherwise run alone. A
-    list of `chosen` slots has parts of at least 128.
+    list of `chosen` slots has parts of about 128.
     """
     all_at_once = CTAS * common.SMS // rows
     if chosen:
-        parts = min(all_at_once, chosen // 128)
+        parts = min(all_at_once, -(-chosen // 128))
     else:
         parts = min(max(all_at_once, min(3 * CTAS * common.SMS // rows, 8), 4), S // 256)
     return CodedConfig(splits=max(1, parts))
@@ -181,8 +182,8 @@ def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
     """Raise `ValueError` unless `q` has the shape of queries, arranged or not."""
     if len(q.shape) == 4:
         common.check_shape("q", q, (B, K, None, R), "B, K, columns, R")
-        if q.shape[2] not in (8, MOST_HEADS):
-            raise ValueError(f"q has {q.shape[2]} columns per KV head: must be 8 or {MOST_HEADS}")
+        if q.shape[2] not in (4, 8, MOST_HEADS):
+            raise ValueError(f"q has {q.shape[2]} columns per KV head: must be 4, 8 or {MOST_HEADS}")
         return
     common.check_shape("q", q, (B, None, R), "B, N, R")
     common.check_groups(q.shape[1], K)
@@ -193,7 +194,7 @@ def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
 def _check_gains(gains: Shaped, q: Shaped, B: int, K: int, blocks: int | None) -> None:
     """Raise `ValueError` unless `gains` has the shape of gains, arranged or not; None allows any blocks."""
     if len(gains.shape) == 4:
-        columns = q.shape[2] if len(q.shape) == 4 else -(-(q.shape[1] // K) // 8) * 8
+        columns = q.shape[2] if len(q.shape) == 4 else columns_of(q.shape[1] // K)
         common.check_shape("gains", gains, (B, K, blocks, columns), "B, K, blocks, columns")
     else:
         common.check_shape(

@@ -1,6 +1,9 @@
-"""Blocks of quantized keys and values, as they arrive in registers: a whole store, or listed slots (ours)."""
+"""Keys and values as the warps of a CTA find them: blocks of a whole store, or listed slots (ours).
 
-import itertools
+A step has 128 keys, 32 for each warp: two blocks of 64, which are copied to shared memory together, or 128
+entries of a list.
+"""
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +12,21 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
+from kernels_pallas import registers as r
 from kernels_pallas.quantized.inputs import BLOCK
-from kernels_pallas.quantized.packed_loads import (
-    PER_ROW,
-    block_rows,
-    gathered_bytes,
-    gathered_gains,
-    gathered_rows,
-)
-from kernels_pallas.quantized.unpack import columns
+from kernels_pallas.quantized.warp_attention import add_keys
+from kernels_pallas.quantized.warp_layout import EACH, KEYS, Form, Rows, find_place
+from kernels_pallas.quantized.warp_queries import join_bytes
+from kernels_pallas.registers import Register, Registers, inline
+
+PAIR = 2
+"""Blocks of keys of a step."""
+STEP = PAIR * BLOCK
+"""Keys of a step."""
+ALIGNED = 128
+"""Alignment in bytes of an asynchronous copy's destination in shared memory."""
 
 
 class Geometry(NamedTuple):
@@ -33,30 +39,20 @@ class Geometry(NamedTuple):
       S: slots of a sequence.
       page: slots per page; 0 without a block table.
       chosen: length of the list of slots; 0 without a list.
-      columns: query heads per KV head, padded to eight or sixteen.
       gains: whether scores have gains.
-      widths: coordinates of each plane.
-      bits: bits of each plane.
-      scale: factor on the scores.
       parts: parts of the keys.
-      stages: blocks of keys in flight.
+      stages: steps of keys in flight.
+      form: what the warps need to know.
     """
 
     K: int
     S: int
     page: int
     chosen: int
-    columns: int
     gains: bool
-    widths: tuple[int, ...]
-    bits: tuple[int, ...]
-    scale: float
     parts: int
     stages: int
-
-    def order(self, plane: int) -> np.ndarray:
-        """Return the coordinate of each column of an unpacked plane."""
-        return columns(self.widths[plane], self.bits[plane])
+    form: Form
 
     @property
     def lists(self) -> int:
@@ -64,10 +60,9 @@ class Geometry(NamedTuple):
         return (1 + self.gains) * (self.chosen > 0)
 
     @property
-    def key_columns(self) -> list[Any]:
-        """Coordinates of each plane of keys, as slices of all key coordinates."""
-        begins = itertools.accumulate(self.widths[:-2], initial=0)
-        return [pl.ds(begin, width) for begin, width in zip(begins, self.widths[:-1], strict=True)]
+    def sizes(self) -> list[int]:
+        """Bytes of a token in each plane."""
+        return [C * bits // 8 for C, bits in zip(self.form.widths, self.form.bits, strict=True)]
 
 
 def view_blocks(levels: Array) -> Array:
@@ -111,17 +106,14 @@ class Operands(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory of a CTA."""
 
-    q: Any
     levels: Any
     reach: Any
     lists: Any
     gains: Any
-    values: Any
-    p: Any
-    o: Any
-    lse: Any
-    largest: Any
-    q_ready: Any
+    q: Any
+    sums: Any
+    outputs: Any
+    lists_ready: Any
     ready: Any
 
 
@@ -135,38 +127,23 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, g: Geometry, begin: Array, end: Array, part: Array) -> "Span":
-        """Divide the non-empty blocks of the store, or of the list, into equal shares."""
+        """Divide the non-empty blocks of the store, or of the list, into equal shares of whole steps."""
         low = jnp.int32(0) if g.chosen else lax.div(begin, jnp.int32(BLOCK))
         high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
         count = jnp.where(end > begin, high - low, 0)
-        share = lax.div(count + (g.parts - 1), jnp.int32(g.parts))
+        share = PAIR * lax.div(count + (PAIR * g.parts - 1), jnp.int32(PAIR * g.parts))
         first = jnp.minimum(part * share, count)
         return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
 
-    def counts(self, slots: Array) -> Array:
-        """Return which slots are in range."""
-        return (slots >= self.begin) & (slots < self.end)
-
-
-class KeyBlock(NamedTuple):
-    """One block of keys.
-
-    Attributes:
-      levels: function that returns the packed levels [keys, ·] of plane i.
-      reach: function that returns the scales [keys] of plane i.
-      visible: which slots are in range.
-      gains: what base-2 scores gain, [keys, columns], or None.
-    """
-
-    levels: Callable[[int], Array]
-    reach: Callable[[int], Array]
-    visible: Array
-    gains: Array | None
+    @property
+    def steps(self) -> Array:
+        """Number of steps."""
+        return lax.div(self.last - self.first + (PAIR - 1), jnp.int32(PAIR))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a part's blocks: planes in global memory, of one KV head of one sequence.
+    """Source of a part's keys: planes in global memory, of one KV head of one sequence.
 
     `head` is the sequence and the KV head. `gains` are those of this head, or None.
     """
@@ -179,105 +156,185 @@ class Source:
     gains: Any
 
     def begin(self) -> None:
-        """Start loading, before the first block."""
+        """Start loading, before the first step."""
 
-    def place(self, step: Array) -> Array:
-        """Look up what `ahead` needs for a step, before its block is read."""
-        return jnp.int32(0)
+    def place(self, step: Array) -> list[Array]:
+        """Look up what `ahead` needs for a step, before its keys are read."""
+        return []
 
-    def block(self, step: Array) -> KeyBlock:
-        """Return the block of a step."""
+    def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
+        """Add the keys of a step to the results of all warps."""
         raise NotImplementedError
 
-    def ahead(self, step: Array, place: Array) -> None:
-        """Start the next load, once all threads have read a step's block."""
+    def ahead(self, step: Array, place: list[Array]) -> None:
+        """Start the next load, once all threads have read a step's keys."""
+
+    def _add(
+        self,
+        rows: Callable[..., Rows],
+        refs: list[Any],
+        scalars: list[Array],
+        queries: list[Array],
+        carry: list[Array],
+    ) -> list[Array]:
+        form, counts = self.g.form, len(queries)
+
+        def add(pointers: list[Any], numbers: Registers, arrays: list[Registers]) -> list[Registers]:
+            found = rows(self.g, pointers[1:], *numbers)
+            return add_keys(form, found, pointers[0], arrays[:counts], arrays[counts:])
+
+        out = [(size, jnp.float32) for size in form.carry_sizes]
+        return inline(add, [self.at.q, *refs], scalars, [*queries, *carry], out)
 
 
 class Stream(Source):
-    """All blocks of a span, with `stages` of them in flight."""
+    """All blocks of a span, with `stages` pairs of them in flight."""
 
     def begin(self) -> None:
 
-        @pl.loop(self.span.first, jnp.minimum(self.span.first + self.g.stages, self.span.last))
+        @pl.loop(0, jnp.minimum(self.g.stages, self.span.steps))
         def _fill(step: Array) -> None:
-            self._load(step, self._lead(step))
+            self._load(step, self._leads(step))
 
-    def place(self, step: Array) -> Array:
-        """Look up the page of the block that `ahead` loads, during the computation of the current block."""
-        return self._lead(jnp.minimum(step + self.g.stages, self.span.last - 1))
+    def place(self, step: Array) -> list[Array]:
+        """Look up the pages of the blocks that `ahead` loads, during the computation of the current ones."""
+        return self._leads(jnp.minimum(step + self.g.stages, self.span.steps - 1))
 
-    def block(self, step: Array) -> KeyBlock:
-        slot, at = self._slot(step), self.at
+    def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
+        slot, at, span = lax.rem(step, jnp.int32(self.g.stages)), self.at, self.span
         plgpu.barrier_wait(at.ready.at[slot])
-        return KeyBlock(
-            lambda i: block_rows(at.levels[i].at[slot], BLOCK, self.g.widths[i], self.g.bits[i]),
-            lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_ROW, optimized=False),
-            self.span.counts(_rows(self.g) + step * BLOCK),
-            self._gains_at(slot),
-        )
+        refs = [buffer.at[slot] for buffer in (*at.levels, *at.reach, *at.gains)]
+        end = jnp.minimum(span.end, span.last * BLOCK)
+        return self._add(_streamed, refs, [self._block(step, 0) * BLOCK, span.begin, end], queries, carry)
 
-    def _gains_at(self, slot: Array) -> Array | None:
-        if self.gains is None:
-            return None
-        columns, layout = self.g.columns, plgpu.Layout.WGMMA.reduce(0)
-        row = plgpu.load(self.at.gains[0].at[slot, pl.ds(0, columns)], layout=layout, optimized=False)
-        return spread_down(row, (BLOCK, columns))
+    def ahead(self, step: Array, place: list[Array]) -> None:
+        # All have read the keys.
+        wait_for_all()
 
-    def ahead(self, step: Array, place: Array) -> None:
-
-        @pl.when(step + self.g.stages < self.span.last)
+        @pl.when(step + self.g.stages < self.span.steps)
         def _() -> None:
             self._load(step + self.g.stages, place)
 
-    def _slot(self, step: Array) -> Array:
-        return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
+    def _block(self, step: Array, number: int) -> Array:
+        return self.span.first + step * PAIR + number
 
-    def _lead(self, step: Array) -> Array:
-        """Return the sequence of a step's block, or its page."""
+    def _inside(self, step: Array, number: int) -> Array:
+        """Return a block of a step. The last one is read twice if no other follows."""
+        return jnp.minimum(self._block(step, number), self.span.last - 1)
+
+    def _leads(self, step: Array) -> list[Array]:
+        """Return the sequence, or the pages, of a step's blocks."""
         if self.refs.table is None:
-            return self.head[0]
-        return self.refs.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
+            return [self.head[0]] * PAIR
+        of_page = jnp.int32(self.g.page // BLOCK)
+        blocks = (jnp.maximum(self._inside(step, number), 0) for number in range(PAIR))
+        return [self.refs.table[self.head[0], lax.div(block, of_page)] for block in blocks]
 
-    def _load(self, step: Array, lead: Array) -> None:
-        block = step if self.refs.table is None else lax.rem(step, jnp.int32(self.g.page // BLOCK))
-        rows, slot = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK), self._slot(step)
-        ready, at = self.at.ready.at[slot], self.at
+    def _load(self, step: Array, leads: list[Array]) -> None:
+        slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
+        ready, positions = at.ready.at[slot], [self._inside(step, number) for number in range(PAIR)]
+        # Blocks of the sequence, or of the page.
+        blocks = positions
+        if self.refs.table is not None:
+            blocks = [lax.rem(each, jnp.int32(self.g.page // BLOCK)) for each in positions]
+        rows = [pl.ds(pl.multiple_of(each * BLOCK, BLOCK), BLOCK) for each in blocks]
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                    plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], block], buffer.at[slot], ready)
-                for source, buffer in zip(self.refs.reach, at.reach, strict=True):
-                    scales = buffer.at[slot, pl.ds(0, BLOCK)]
-                    plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows], scales, ready)
-                if self.gains is not None:
-                    buffer = at.gains[0].at[slot, pl.ds(0, self.g.columns)]
-                    plgpu.copy_gmem_to_smem(self.gains.at[step], buffer, ready)
+                for i, lead in enumerate(leads):
+                    for source, buffer in zip(self.refs.levels, at.levels, strict=True):
+                        to = buffer.at[slot, i]
+                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], blocks[i]], to, ready)
+                    for source, buffer in zip(self.refs.reach, at.reach, strict=True):
+                        to = buffer.at[slot, i, pl.ds(0, BLOCK)]
+                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows[i]], to, ready)
+                    if self.gains is not None:
+                        to = at.gains[0].at[slot, i, pl.ds(0, self.g.form.columns)]
+                        plgpu.copy_gmem_to_smem(self.gains.at[positions[i]], to, ready)
 
 
 class Chosen(Source):
-    """Blocks of listed slots. While one CTA waits for its rows, others compute."""
+    """Listed slots. While one CTA waits for its rows, others compute."""
 
-    def block(self, step: Array) -> KeyBlock:
-        """Issue all loads before any is used."""
-        slots, *blocks = (
-            plgpu.load(entries.at[step], layout=PER_ROW, optimized=False) for entries in self.at.lists
-        )
-        visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
-        there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
-        forms = zip(self.refs.levels, self.g.widths, self.g.bits, strict=True)
-        levels = [gathered_rows(source.at[*self.head], there, C, bits) for source, C, bits in forms]
-        reach = [gathered_bytes(source.at[*self.head], there) for source in self.refs.reach]
-        gains = None if self.gains is None else gathered_gains(self.gains, blocks[0], self.g.columns)
-        return KeyBlock(levels.__getitem__, reach.__getitem__, visible, gains)
+    def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
+        at, span = self.at, self.span
+        planes = [source.at[*self.head] for source in (*self.refs.levels, *self.refs.reach)]
+        refs = [*planes, *at.lists, *([] if self.gains is None else [self.gains])]
+        first = (span.first + step * PAIR) * BLOCK
+        scalars = [first, span.last * BLOCK, span.begin, span.end]
+        return self._add(_listed, refs, scalars, queries, carry)
 
 
-def _rows(g: Geometry) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, (BLOCK, g.columns), 0, layout=plgpu.Layout.WGMMA)
+def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register, end: Register) -> Rows:
+    """Find a warp's keys among those that were copied to shared memory; `first` is the slot of the first."""
+    place, planes = find_place(), len(g.sizes)
+    own = r.mul(place.warp, KEYS)
+    levels, reach, gains = pointers[:planes], pointers[planes : 2 * planes], pointers[2 * planes :]
+    # Scales and gains of each block are aligned.
+    block = r.mul(r.shr(place.warp, 1), ALIGNED)
+    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
+    number = r.sub(r.add(first, r.add(own, r.mul(place.quad, EACH))), begin)
+
+    def gain(head: Register) -> Registers:
+        return [r.load_float(r.at(gains[0], r.add(block, r.mul(head, 4))))] * EACH
+
+    return Rows(
+        levels=lambda p, x: r.at(levels[p], r.mul(r.add(own, x), g.sizes[p])),
+        scales=lambda p: r.load_words(r.at(reach[p], scales), EACH),
+        gains=gain if gains else None,
+        visible=lambda: [r.less(r.add(number, x), r.sub(end, begin)) for x in range(EACH)],
+    )
 
 
-def spread_down(x: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast one value per column to all rows."""
-    return lax.broadcast_in_dim(x, shape, [1])
+def _listed(
+    g: Geometry, pointers: list[Any], first: Register, last: Register, begin: Register, end: Register
+) -> Rows:
+    """Find a warp's keys by a list of slots, from entry `first` on; entries from `last` on do not count.
+
+    Slots out of range are read as slot 0.
+    """
+    place, planes = find_place(), len(g.sizes)
+    levels, reach, (slots, *gains) = pointers[:planes], pointers[planes : 2 * planes], pointers[2 * planes :]
+    own = r.add(first, r.mul(place.warp, KEYS))
+    entry = r.add(own, r.mul(place.quad, EACH))
+
+    def entries(pointer: Any, number: Register, count: int) -> Registers:
+        inside = r.select(r.less(number, last), number, 0)
+        return r.load_words(r.at(pointer, r.mul(inside, 4)), 4 * count)
+
+    def there(slot: Register) -> Register:
+        return r.select(r.less(slot, g.S), slot, 0)
+
+    own_slots = entries(slots, entry, EACH)
+
+    def scales(p: int) -> Registers:
+        codes = [r.load_words(r.at_row(reach[p], there(slot), 1), 1)[0] for slot in own_slots]
+        return [join_bytes(codes[x : x + 4]) for x in range(0, EACH, 4)]
+
+    def gain(head: Register) -> Registers:
+        blocks, store = entries(gains[0], entry, EACH), gains[1]
+        rows = (r.at_row(store, block, 4 * g.form.columns) for block in blocks)
+        return [r.load_float(r.at(row, r.mul(head, 4))) for row in rows]
+
+    def visible() -> Registers:
+        size = r.select(r.less(entry, last), r.sub(end, begin), 0)
+        return [r.less(r.sub(slot, begin), size) for slot in own_slots]
+
+    return Rows(
+        levels=lambda p, x: r.at_row(levels[p], there(entries(slots, r.add(own, x), 1)[0]), g.sizes[p]),
+        scales=scales,
+        gains=gain if gains else None,
+        visible=visible,
+    )
+
+
+def wait_for_all() -> None:
+    """Wait until all warps have arrived."""
+
+    def wait(*_: Any) -> list[Registers]:
+        r.synchronize()
+        return []
+
+    inline(wait, [], [], [], [])

@@ -25,9 +25,9 @@ from jaxtyping import Float, UInt8
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
+from kernels_pallas.quantized.byte_levels import BITS
 from kernels_pallas.quantized.encode import coded, packed
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.quantized.unpack import BITS
 from kernels_pallas.triton import check_back_end, pieces, plt
 
 TOKENS = 32

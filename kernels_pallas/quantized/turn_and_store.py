@@ -41,7 +41,7 @@ from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.encode import coded_token, packed
 from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
-from kernels_pallas.quantized.queries import PlaneForm, columns_of, place_of
+from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, check_offsets, in_pages, plt
 
 HEADS = (32, 64, 128, 256)
@@ -126,10 +126,10 @@ class _Form(NamedTuple):
     planes: tuple[tuple[int, int], ...]
     ring: int
 
-    def read_by(self, width: int) -> list[list[PlaneForm]]:
-        """Return coordinates and bits of the planes of the store; then those of a ring of integers."""
-        store = [(C, bits) for bits, C in self.planes]
-        return [store] if self.ring == 16 else [store, [(width, self.ring)]]
+    def read_by(self, width: int) -> list[int]:
+        """Return the coordinates of the store; then those of a ring of integers."""
+        store = sum(C for _, C in self.planes)
+        return [store] if self.ring == 16 else [store, width]
 
     @property
     def programs(self) -> int:
@@ -385,7 +385,7 @@ def _launch(
         table=block_table,
         first_ring=None if first_ring is None else first_ring.astype(jnp.int32).reshape(1),
     )
-    arranged = [(B, K, columns_of(g.G), sum(C for C, _ in form)) for form in g.k.read_by(H)]
+    arranged = [(B, K, columns_of(g.G), count) for count in g.k.read_by(H)]
     shapes: list[Any] = [jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged)]
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
     first, count = len(jax.tree.leaves(operands)), len(jax.tree.leaves(arrays))
@@ -424,8 +424,8 @@ def _store_share(
         x = token.turn(q_ref, head, refs.q_basis, kv, (0, g.H))
         column = lax.iota(jnp.int32, g.H)
         plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
-        for form, out in zip(g.k.read_by(g.H), queries[1:], strict=False):
-            token.put_arranged(out, kv, part, x.astype(out.dtype), form)
+        for out in queries[1 : 1 + len(g.k.read_by(g.H))]:
+            token.put_arranged(out, kv, part, x.astype(out.dtype))
             token.fill_missing(out, kv, part, g.G)
 
     def put_keys(index: int) -> None:
@@ -485,10 +485,10 @@ class _Token(NamedTuple):
         )
         return functools.reduce(jnp.add, products).sum(0)
 
-    def put_arranged(self, ref: Any, kv: Array, member: Array, x: Array, form: Sequence[PlaneForm]) -> None:
+    def put_arranged(self, ref: Any, kv: Array, member: Array, x: Array) -> None:
         """Store one head of a group into arranged queries [B, K, columns, R]."""
         coordinate = lax.iota(jnp.int32, x.shape[0])
-        at = ref.at[self.b, kv, member, place_of(coordinate, form)]
+        at = ref.at[self.b, kv, member, coordinate]
         plt.store(at, x, mask=coordinate < ref.shape[3])
 
     def fill_missing(self, ref: Any, kv: Array, member: Array, groups: int) -> None:

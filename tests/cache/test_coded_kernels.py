@@ -17,7 +17,6 @@ from kernels_pallas import (
     round_tokens,
     turn_and_store,
 )
-from kernels_pallas.quantized.unpack import columns
 from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.codes.gaussian import Gaussian
@@ -106,13 +105,11 @@ def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, c
 
 
 def by_head(q, keys):
-    """Return queries float32 [B, K, G, R] in the order of coordinates, from plain or arranged ones."""
+    """Return queries float32 [B, K, G, R] from plain or arranged ones."""
     (_, heads, _), x = keys[0].reach.shape, q.astype(jnp.float32)
     if q.ndim == 3:
         return x.reshape(len(q), heads, -1, q.shape[-1])
-    begins = np.cumsum([0, *(plane.width for plane in keys)])
-    order = [b + columns(plane.width, plane.bits) for b, plane in zip(begins, keys, strict=False)]
-    return x[..., np.argsort(np.concatenate(order))]
+    return x
 
 
 def plain_scores(q, index, begin, end, *, scale, block_table=None):

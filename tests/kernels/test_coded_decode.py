@@ -1,18 +1,19 @@
 """Kernel that attends to quantized keys and values: lowering for CUDA, refusals, and results.
 
-On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces what it does
-not support: unpacking in registers and products of registers. On a GPU, all of the kernel runs.
+On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces the
+instructions on registers one by one. On a GPU, all of the kernel runs.
 """
 
 import re
+from contextlib import contextmanager
 
 import compiled_codes
 import interpreting
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numbers_as_registers
 import numpy as np
+import plain_registers
 import pytest
 from pages import Pool
 
@@ -26,14 +27,18 @@ from kernels_pallas import (
     coded_refusal,
 )
 from kernels_pallas.quantized import attention as coded_decode
-from kernels_pallas.quantized import key_blocks, unpack
-from kernels_pallas.quantized.attention import LARGEST_SUM
+from kernels_pallas.quantized import (
+    byte_levels,
+    key_blocks,
+    warp_attention,
+    warp_layout,
+    warp_outputs,
+    warp_queries,
+)
 from kernels_pallas.quantized.inputs import default_config
 from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
-from kernels_pallas.quantized.unpack import BITS, column_of, columns
-from zdc_jax.cache.codes.code import pack
-from zdc_jax.cache.codes.code import unpack as levels_of
+from kernels_pallas.quantized.warp_layout import LARGEST_QUERY
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 SHAPES = [
@@ -104,30 +109,6 @@ def test_lowers_with_pages(page, n):
 @pytest.mark.matrix
 def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
-
-
-WIDTHS = (16, 32, 48, 64, 96, 112, 128, 256)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("C", WIDTHS)
-def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
-    # Of four threads, thread t has columns 8j + 2t and 8j + 2t + 1 in the layout of wgmma.
-    coordinate, thread = columns(C, bits), np.arange(C) % 8 // 2
-    np.testing.assert_array_equal(np.sort(coordinate), np.arange(C))
-    np.testing.assert_array_equal(coordinate // (C // 4), thread)
-    np.testing.assert_array_equal(column_of(jnp.asarray(coordinate), C, bits), np.arange(C))
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("C", WIDTHS)
-@pytest.mark.matrix
-def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
-    # All of `rows` and `unpack` runs thread by thread, with numbers as registers.
-    levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
-    row = np.asarray(pack(jnp.asarray(levels), bits))
-    found = numbers_as_registers.unpacked(monkeypatch, row, C, bits)
-    np.testing.assert_array_equal(found, 2 * levels[columns(C, bits)].astype(int) + 1 - 2**bits)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +248,20 @@ class Case:
         return self.gains[b, n, [block[slot] for slot in seen]]
 
     def check(self, **options) -> None:
-        """Assert that heads are exact up to rounding of weights to bfloat16, a few thousandths."""
+        """Assert that heads are exact up to rounding of outputs to bfloat16 and of queries to 15 bits."""
         (o, lse), (true_o, true_lse) = self.run(**options), self.truth()
         error = np.linalg.norm(o - true_o, axis=-1)
-        assert (error <= 0.006 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
-        np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
+        assert (error <= 0.004 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
+        np.testing.assert_allclose(lse, true_lse, atol=2e-5 + 4 * self.deviation(), rtol=2e-6)
+
+    def deviation(self) -> float:
+        """Return the largest standard deviation of a score after rounding of queries."""
+        found, begin = 0.0, 0
+        for plane in self.keys:
+            of_plane = np.asarray(self.q, np.float64)[..., begin : begin + plane.width]
+            step, begin = np.abs(of_plane).max() / LARGEST_QUERY, begin + plane.width
+            found += (step * SCALE * np.linalg.norm(read(plane), axis=-1).max()) ** 2 / 12
+        return found**0.5
 
     def check_pages(self, page: int, **options) -> None:
         """Assert that pages give the same bits as rows."""
@@ -279,40 +269,26 @@ class Case:
             np.testing.assert_array_equal(paged, whole)
 
 
-def _plain_unpacked(rows, C, bits):
-    """Unpack into `columns` without a table: by thread, unit, half of the unit and place."""
-    each = unpack._unit(C // 4, bits)
-    odd = 2 * levels_of(rows, bits).astype(jnp.int32) + (1 - 2**bits)
-    found = odd.reshape(len(rows), 4, -1, 2, each // 2)
-    return found.transpose(0, 2, 4, 1, 3).reshape(len(rows), C).astype(jnp.bfloat16)
-
-
-def _plain_product(a, b, _, meanwhile=lambda: None):
-    a = a if isinstance(a, jax.Array) else a[...]
-    product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
-    meanwhile()
-    return product
-
-
-PLAIN = {
-    "unpacked": _plain_unpacked,
-    "_product": _plain_product,
-    "_wait_for_all": plgpu.commit_smem,  # This is such a barrier for the interpreter.
-}
-LOADS = {
-    "block_rows": lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
-    "gathered_rows": lambda store, slots, C, bits: store[...][slots],
-    "gathered_bytes": lambda store, slots: store[...][slots],
-    "gathered_gains": lambda store, blocks, columns: store[...][blocks],
-}
-
-
 @pytest.fixture
-def interpreted(monkeypatch):
-    for name, load in LOADS.items():
-        monkeypatch.setattr(key_blocks, name, load)
-    with interpreting.interpreted(coded_decode, **PLAIN):
+def interpreted():
+    with interpreted_with_registers():
         yield
+
+
+@contextmanager
+def interpreted_with_registers(*others):
+    """Interpret the kernel, with registers in jax.numpy, and other kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (byte_levels, warp_layout, warp_queries, warp_attention, warp_outputs, key_blocks):
+            patch.setattr(module, "r", plain_registers.PLAIN)
+        patch.setattr(key_blocks, "inline", plain_registers.inline)
+        patch.setattr(
+            key_blocks, "wait_for_all", plgpu.commit_smem
+        )  # This is such a barrier for the interpreter.
+        with interpreting.all_interpreted(
+            (coded_decode, "_launch", {"inline": plain_registers.inline}), *others
+        ):
+            yield
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
@@ -412,7 +388,6 @@ def test_a_list_is_of_slots_in_pages(interpreted, page):
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     # Relative to the first block, the key's weight e^1000 exceeds float32.
     it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)
-    assert np.log(LARGEST_SUM) < 50
     q, towards = np.asarray(it.q, np.float32)[0, 0], np.zeros((3, 1, 192, 64), np.float32)
     towards[0, 0, 170] = 1000 / SCALE * q / (q @ q)
     far = coded(towards, 4)
@@ -462,9 +437,8 @@ def check_passes(it, chosen, listed, configs=CONFIGS):
         more = [None if x is None else jnp.asarray(x) for x in (it.slots, it.blocks)]
         given = [it.keys, it.values, jnp.asarray(it.begin), jnp.asarray(it.end)]
         plain = CodedPass(q, *given, more[0], None, gains, more[1], config)
-        planes = [(plane.width, plane.bits) for plane in it.keys]
         passes.append(
-            plain._replace(q=arrange_queries(q, K, planes), gains=arrange_gains(gains, K)),
+            plain._replace(q=arrange_queries(q, K), gains=arrange_gains(gains, K)),
         )
         apart += coded_parts([plain], scale=SCALE)
     for one, other in zip(coded_parts(passes, scale=SCALE), apart, strict=True):

@@ -13,7 +13,7 @@ from kernels_pallas import Parts, merged, merged_at_once
 B, K, G = 2, 3, 4
 
 
-def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
+def drawn(P, Z, *, pitch=0, padded=False, seed=0):
     """Return parts as kernels write them, with o [B, K·G, P, Z] and lse [B, K·G, P] in float64."""
     rng = np.random.default_rng(seed)
     o, lse = rng.normal(size=(B, K, P, G, Z)), 3 * rng.normal(size=(B, K, P, G))
@@ -21,15 +21,13 @@ def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
     for at in ((0, 1, 0), (1, 2)):
         o[at], lse[at] = 0, -np.inf
     held = np.where(np.isneginf(lse)[..., None], np.nan, o)  # Kernels do not write them.
-    places = rng.permutation(Z) if order else np.arange(Z)
-    held = held[..., places]
-    if transposed:
-        held = np.concatenate([held, rng.normal(size=held.shape)], axis=3).swapaxes(3, 4)
+    if padded:
+        held = np.concatenate([held, rng.normal(size=held.shape)], axis=3)
     rows = np.full((B, K, P, 64), np.nan)
     for kv in range(K):
         rows[:, kv, :, kv * pitch % 8 : kv * pitch % 8 + G] = lse[:, kv]
     held, rows = (jnp.asarray(x, jnp.float32) for x in (held, rows))
-    parts = Parts(held, rows, tuple(map(int, places)) if order else None, pitch, transposed)
+    parts = Parts(held, rows, pitch)
 
     def by_head(x):
         return np.moveaxis(x, 3, 2).reshape(B, K * G, P, *x.shape[4:])
@@ -47,11 +45,11 @@ def truth(said, width):
 
 
 KINDS = {
-    "near and far": [{"P": 8, "Z": 128, "pitch": 4}, {"P": 5, "Z": 64, "order": True, "transposed": True}],
+    "near and far": [{"P": 8, "Z": 128, "pitch": 4}, {"P": 5, "Z": 64, "padded": True}],
     "many parts": [{"P": 37, "Z": 96}],
-    "two orders": [
-        {"P": 1, "Z": 64, "order": True, "transposed": True},
-        {"P": 17, "Z": 64, "order": True, "transposed": True, "seed": 1},
+    "padded heads": [
+        {"P": 1, "Z": 64, "padded": True},
+        {"P": 17, "Z": 64, "padded": True, "seed": 1},
     ],
 }
 

@@ -3,7 +3,6 @@
 All kernels run in JAX's interpreter, on rows and on pages, and are compared with loops in float64.
 """
 
-import interpreting
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import test_select
 from pages import Pool
 from test_coded_decode import coded, read
 
-from kernels_pallas.quantized import attention as coded_decode
-from kernels_pallas.quantized import key_blocks
 from kernels_pallas.select import largest as select
 from kernels_pallas.select import scan as coded_scan
 from kernels_pallas.select.scan import _rounded
@@ -77,12 +74,9 @@ class Case:
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    for name, load in test_coded_decode.LOADS.items():
-        monkeypatch.setattr(key_blocks, name, load)
-    tests = {coded_scan: test_coded_scan, select: test_select, coded_decode: test_coded_decode}
-    kernels = [(module, "_launch", test.PLAIN) for module, test in tests.items()]
-    with interpreting.all_interpreted(*kernels):
+def interpreted():
+    others = [(coded_scan, "_launch", test_coded_scan.PLAIN), (select, "_launch", test_select.PLAIN)]
+    with test_coded_decode.interpreted_with_registers(*others):
         yield
 
 
@@ -93,8 +87,8 @@ def test_each_query_chooses_and_reads_its_own(interpreted, groups):
     (slots, o, lse), (true_slots, true_o, true_lse) = it.run(), it.truth()
     np.testing.assert_array_equal(slots, true_slots)
     error = np.linalg.norm(o - true_o, axis=-1)
-    assert (error <= 0.006 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
-    np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
+    assert (error <= 0.004 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
+    np.testing.assert_allclose(lse, true_lse, atol=1e-3, rtol=2e-6)  # Queries have 15 bits.
     assert np.isneginf(lse[2, :, 0]).all()
 
 

@@ -12,7 +12,7 @@ from abstract_gpu import on_abstract_h200
 from pages import Pool
 
 from kernels_pallas import Plane, Stored, Turning, join_heads, turn_and_store, turn_and_store_refusal
-from kernels_pallas.quantized.unpack import columns
+from kernels_pallas.quantized.queries import columns_of
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
@@ -130,17 +130,16 @@ class Case:
                 )
 
     def check_arranged(self, q):
-        """Assert that queries have the order of unpacked coordinates of keys, and zeros for missing heads."""
+        """Assert that queries have the coordinates of the keys, and zeros for missing heads."""
         (B, _, H), G = q.plain.shape, q.plain.shape[1] // K
         forms = [self.keys, [(H, 8)]] if self.ring_bits == 8 else [self.keys]
         assert (q.near is None) == (self.ring_bits == 16)
         for planes, found in zip(forms, (q.far, q.near), strict=False):
-            begins = np.cumsum([0, *(C for C, _ in planes)])
-            order = np.concatenate([b + columns(*form) for b, form in zip(begins, planes, strict=False)])
+            R = sum(C for C, _ in planes)
             heads, missing = np.split(np.asarray(found, np.float32), [G], axis=2)
             plain = np.asarray(q.plain, np.float32).reshape(B, K, G, H)
-            np.testing.assert_array_equal(heads, plain[..., order])
-            np.testing.assert_array_equal(missing, np.zeros((B, K, -G % 8, len(order))))
+            np.testing.assert_array_equal(heads, plain[..., :R])
+            np.testing.assert_array_equal(missing, np.zeros((B, K, columns_of(G) - G, R)))
 
     def check_plane(self, x, old, new, starts, ends):
         """Assert that new tokens are as exact as the quantizer, and that others are unchanged."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, UInt8
 
-from kernels_pallas.quantized.unpack import bit_planes
+from kernels_pallas.quantized.byte_levels import bit_planes
 from zdc_jax.axes import Array
 
 Coded = Any

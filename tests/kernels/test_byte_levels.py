@@ -1,0 +1,59 @@
+"""Levels as bytes, instruction by instruction, compared with the levels that were packed."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import plain_registers
+import pytest
+
+from kernels_pallas.quantized import byte_levels, warp_attention
+from kernels_pallas.quantized.byte_levels import BITS, factor_of, key_coordinates, key_words, value_words
+from zdc_jax.cache.codes.code import pack
+
+THREADS = np.arange(plain_registers.THREADS)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    for module in (byte_levels, warp_attention):
+        monkeypatch.setattr(module, "r", plain_registers.PLAIN)
+
+
+def shares(levels: np.ndarray, bits: int, threads: int):
+    """Load a row's shares of `threads` threads, as words of each bit plane."""
+    memory = SimpleNamespace(content=pack(jnp.asarray(levels), bits))
+    row = plain_registers.Pointer(memory, jnp.zeros(THREADS.shape, jnp.int32))
+    thread = jnp.asarray(THREADS % threads, jnp.uint32)
+    return warp_attention.load_share(row, levels.size, bits, thread, threads)
+
+
+def bytes_of(word) -> np.ndarray:
+    return np.asarray(word).view(np.uint8).reshape(-1, 4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("C", [16, 32, 48, 64, 96, 112, 128, 256])
+@pytest.mark.matrix
+def test_words_of_a_key_have_its_coordinates(C, bits):
+    levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
+    words, places = list(key_words(shares(levels, bits, 4), bits)), key_coordinates(C // 4, bits)
+    assert len(words) == len(places)
+    there = places[places < C // 4]
+    np.testing.assert_array_equal(np.sort(there), np.arange(C // 4))
+    for word, of_word in zip(words, places, strict=True):
+        inside = of_word < C // 4
+        expected = levels[(THREADS % 4 * (C // 4))[:, None] + np.where(inside, of_word, 0)]
+        np.testing.assert_array_equal(bytes_of(word)[:, inside], expected[:, inside])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("Z", [64, 128, 192, 256])
+@pytest.mark.matrix
+def test_words_of_values_have_four_keys(Z, bits):
+    levels = np.random.default_rng(bits).integers(0, 2**bits, (4, Z)).astype(np.uint8)
+    planes = list(zip(*(shares(of_key, bits, 8) for of_key in levels), strict=True))
+    found = value_words(planes, Z // 8, bits)
+    for c, word in enumerate(found):
+        expected = levels[:, THREADS % 8 * (Z // 8) + c].T
+        np.testing.assert_array_equal(bytes_of(word), expected << factor_of(c, bits))
