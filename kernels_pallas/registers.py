@@ -130,6 +130,11 @@ def divided(a: Register, by: int) -> Register:
     return arith.divui(_of(a), _of(by))
 
 
+def remainder(a: Register, by: int) -> Register:
+    """Return the remainder of an unsigned division."""
+    return arith.remui(_of(a), _of(by))
+
+
 def shl(a: Register, by: int) -> Register:
     return arith.shli(_of(a), _of(by)) if by else a
 

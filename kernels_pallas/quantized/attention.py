@@ -22,6 +22,7 @@ operations, since queries and weights have two bytes. Scales of keys multiply sc
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,7 @@ from kernels_pallas.quantized.key_blocks import (
     Chosen,
     Geometry,
     Operands,
+    Ring,
     Span,
     Stream,
     block_shape,
@@ -133,19 +135,23 @@ class _Arrays(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Static part of a `CodedPass`: bits of each plane, and the config."""
+    """Static part of a `CodedPass`: bits of each plane, the config, and sinks and window of a ring."""
 
     bits: tuple[int, ...]
     config: CodedConfig
+    ring: tuple[int, int] | None
 
 
 def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
     """Divide a checked pass into arrays and their static form."""
-    q, keys, values, begin, end, slots, block_table, gains, blocks, config = given
+    q, keys, values, begin, end, slots, block_table, gains, blocks, config, ring = given
     planes = [*keys, values]
     arrays = [(plane.levels, plane.reach) for plane in planes]
+    if config is None and ring is not None:
+        # Most parts have one step, so that no second one is in flight.
+        config = replace(config_for(keys, values, values.reach.shape[2], block_table), stages=1)
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
-    form = _Form(tuple(plane.bits for plane in planes), config)
+    form = _Form(tuple(plane.bits for plane in planes), config, ring)
     return _Arrays(q, arrays, begin, end, slots, block_table, gains, blocks), form
 
 
@@ -197,6 +203,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         S=S,
         page=0 if block_table is None else page,
         chosen=lists[0].shape[2] * BLOCK if lists else 0,
+        ring=form.ring,
         gains=gains is not None,
         parts=form.config.splits,
         stages=form.config.stages,
@@ -206,8 +213,9 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         begin=begin.astype(jnp.int32),
         end=end.astype(jnp.int32),
         q=q,
-        levels=[levels if g.chosen else view_blocks(levels) for levels, _ in planes],
-        reach=[reach for _, reach in planes],
+        levels=[levels if g.chosen or g.ring else view_blocks(levels) for levels, _ in planes],
+        # Rows of a ring's scales may have any number of bytes, which copies do not allow.
+        reach=[reach.reshape(-1) if g.ring else reach for _, reach in planes],
         lists=lists,
         table=None if g.chosen else block_table,
         gains=gains,
@@ -266,19 +274,23 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
 
 def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, skips: bool) -> None:
     """Run a part of a pass in buffers that other passes do not need; `skips` leaves out empty parts."""
-    copies, streams = PAIR * (2 * len(g.sizes) + g.gains), not g.chosen
+    streams, copied_gains = not g.chosen, g.gains and not g.chosen and not g.ring
     pl.run_scoped(
         functools.partial(_part, refs, outputs, g, part, skips),
         Buffers(
-            levels=[plgpu.SMEM((g.stages, PAIR, *block_shape(P)), jnp.uint8) for P in g.sizes] * streams,
+            levels=[
+                plgpu.SMEM((g.stages, PAIR, *((BLOCK, P) if g.ring else block_shape(P))), jnp.uint8)
+                for P in g.sizes
+            ]
+            * streams,
             reach=[plgpu.SMEM((g.stages, PAIR, ALIGNED), jnp.uint8) for _ in g.sizes] * streams,
             lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
-            gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * (g.gains and streams),
+            gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * copied_gains,
             q=plgpu.SMEM((g.form.tiles * g.form.steps, 32, 4), jnp.int32),
             sums=plgpu.SMEM((2, WARPS, ROWS * g.form.tiles), jnp.float32),
             outputs=plgpu.SMEM((WARPS, g.form.columns, g.form.widths[-1]), jnp.float32),
             lists_ready=plgpu.Barrier(num_arrivals=max(g.lists, 1)),
-            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=copies),
+            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=PAIR * (2 * len(g.sizes) + copied_gains)),
         ),
     )
 
@@ -288,7 +300,7 @@ def _part(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, skip
     (b, kv), (o_ref, lse_ref) = _find_head(g), outputs
 
     def inside(slot):
-        return jnp.clip(slot, 0, g.S)
+        return slot if g.ring else jnp.clip(slot, 0, g.S)
 
     span = Span.of(g, inside(refs.begin[b]), inside(refs.end[b]), part)
 
@@ -316,7 +328,8 @@ def _attend(refs: Operands, outputs: list[Any], g: Geometry, at: Buffers, span: 
     (b, kv), form = _find_head(g), g.form
     where = (0, 0) if g.chosen and g.page else (b, kv)  # A list in pages indexes the whole pool.
     gains = refs.gains.at[b, kv] if g.gains else None
-    source = (Chosen if g.chosen else Stream)(g, at, span, refs, where, gains)
+    kind = Chosen if g.chosen else Ring if g.ring else Stream
+    source = kind(g, at, span, refs, where, gains)
     for entries, buffer in zip(refs.lists, at.lists, strict=True):
         plgpu.copy_gmem_to_smem(entries.at[b, kv], buffer, at.lists_ready)
     source.begin()

@@ -89,6 +89,10 @@ class CodedPass(NamedTuple):
 
     Queries and gains may be arranged already (`kernels_pallas.quantized.queries`), [B, K, columns, R] and
     [B, K, blocks, columns].
+
+    With a `ring` of s sinks and a window w, position p of the window is in slot p mod w, and sink p in slot
+    w + p. A pass then reads the sinks and the last w positions before `end`; `begin` is 0. Gains are those of
+    positions. `ring_fits` says which rings can be read so.
     """
 
     q: Array
@@ -101,6 +105,7 @@ class CodedPass(NamedTuple):
     gains: Array | None = None
     blocks: Array | None = None
     config: CodedConfig | None = None
+    ring: tuple[int, int] | None = None
 
 
 def config_for(
@@ -143,14 +148,15 @@ def check_coded(
     gains: Shaped | None = None,
     blocks: Shaped | None = None,
     config: CodedConfig | None = None,
+    ring: tuple[int, int] | None = None,
 ) -> None:
-    """Check the arguments of `coded_attention`; errors are those it documents."""
+    """Check the arguments of `coded_attention` or of a pass; errors are those it documents."""
     common.check_device()
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"keys has {len(keys)} planes: must be 1 or 2")
-    multiple = BLOCK if slots is None else 1
+    multiple = BLOCK if slots is None and ring is None else 1
     if block_table is not None:
         common.check_table(block_table, q.shape[0], values.reach, multiple)
     (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
@@ -161,12 +167,14 @@ def check_coded(
         raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
         check_plane(name, plane, (lead, K, each))
+    if ring is not None and not ring_fits([*keys, values], *ring):
+        raise ValueError(f"ring={ring}: must be one that `ring_fits` allows, with {each} slots")
     if values.width % BLOCK:
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
         common.check_integers(name, x, (B,), "B")
     if gains is not None:
-        _check_gains(gains, q, B, K, S // BLOCK if slots is None else None)
+        _check_gains(gains, q, B, K, S // BLOCK if slots is None and ring is None else None)
     if slots is None:
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")
@@ -207,6 +215,12 @@ def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
     """Return B, K and S of a plane's scales, or of the pages they are in."""
     lead, K, S = reach.shape
     return (lead, K, S) if block_table is None else (block_table.shape[0], K, block_table.shape[1] * S)
+
+
+def ring_fits(planes: Sequence[Plane], sinks: int, window: int) -> bool:
+    """Return whether a pass can read planes as a ring of sinks and a window."""
+    slots = planes[0].reach.shape[2]
+    return slots >= max(BLOCK, sinks + window) and all(plane.levels.shape[-1] % 16 == 0 for plane in planes)
 
 
 def plane_fits(width: int, bits: int) -> bool:

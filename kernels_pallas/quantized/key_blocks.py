@@ -1,4 +1,4 @@
-"""Keys and values as the warps of a CTA find them: blocks of a whole store, or listed slots (ours).
+"""Keys and values as the warps of a CTA find them: blocks of a store or of a ring, or listed slots (ours).
 
 A step has 128 keys, 32 for each warp: two blocks of 64, which are copied to shared memory together, or 128
 entries of a list.
@@ -17,7 +17,7 @@ from jax import Array, lax
 from kernels_pallas import registers as r
 from kernels_pallas.quantized.inputs import BLOCK
 from kernels_pallas.quantized.warp_attention import add_keys
-from kernels_pallas.quantized.warp_layout import EACH, KEYS, Form, Rows, find_place
+from kernels_pallas.quantized.warp_layout import EACH, KEYS, WARPS, Form, Rows, find_place
 from kernels_pallas.quantized.warp_queries import join_bytes
 from kernels_pallas.registers import Register, Registers, inline
 
@@ -39,6 +39,7 @@ class Geometry(NamedTuple):
       S: slots of a sequence.
       page: slots per page; 0 without a block table.
       chosen: length of the list of slots; 0 without a list.
+      ring: sinks and window of a ring, or None.
       gains: whether scores have gains.
       parts: parts of the keys.
       stages: steps of keys in flight.
@@ -49,6 +50,7 @@ class Geometry(NamedTuple):
     S: int
     page: int
     chosen: int
+    ring: tuple[int, int] | None
     gains: bool
     parts: int
     stages: int
@@ -128,8 +130,9 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, g: Geometry, begin: Array, end: Array, part: Array) -> "Span":
         """Divide the non-empty blocks of the store, or of the list, into equal shares of whole steps."""
-        low = jnp.int32(0) if g.chosen else lax.div(begin, jnp.int32(BLOCK))
-        high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
+        low, high = lax.div(begin, jnp.int32(BLOCK)), lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
+        if g.chosen or g.ring:
+            low, high = jnp.int32(0), jnp.int32(-(-(g.chosen or g.S) // BLOCK))
         count = jnp.where(end > begin, high - low, 0)
         share = PAIR * lax.div(count + (PAIR * g.parts - 1), jnp.int32(PAIR * g.parts))
         first = jnp.minimum(part * share, count)
@@ -255,6 +258,44 @@ class Stream(Source):
                         plgpu.copy_gmem_to_smem(self.gains.at[positions[i]], to, ready)
 
 
+class Ring(Stream):
+    """All blocks of a ring. The last one overlaps the one before, so that it ends with the ring."""
+
+    def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
+        slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
+        plgpu.barrier_wait(at.ready.at[slot])
+        refs = [buffer.at[slot] for buffer in (*at.levels, *at.reach)]
+        refs += [] if self.gains is None else [self.gains]
+        starts = [self._start(self._inside(step, number)) for number in range(PAIR)]
+        scalars = [self._block(step, 0) * BLOCK, *starts, self.span.end]
+        return self._add(_of_ring, refs, scalars, queries, carry)
+
+    def _start(self, block: Array) -> Array:
+        return jnp.minimum(block * BLOCK, self.g.S - BLOCK)
+
+    def _leads(self, step: Array) -> list[Array]:
+        """Return the number of the ring, for each of a step's blocks."""
+        lead = self.head[0] if self.refs.table is None else self.refs.table[self.head[0], 0]
+        return [lead] * PAIR
+
+    def _load(self, step: Array, leads: list[Array]) -> None:
+        slot, at, (g, kv) = lax.rem(step, jnp.int32(self.g.stages)), self.at, (self.g, self.head[1])
+        ready, starts = at.ready.at[slot], [self._start(self._inside(step, number)) for number in range(PAIR)]
+        of_scales = [(lead * g.K + kv) * g.S + start for lead, start in zip(leads, starts, strict=True)]
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                for i, lead in enumerate(leads):
+                    rows = pl.ds(starts[i], BLOCK)
+                    for source, buffer in zip(self.refs.levels, at.levels, strict=True):
+                        plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffer.at[slot, i], ready)
+                    for source, buffer in zip(self.refs.reach, at.reach, strict=True):
+                        to = buffer.at[slot, i, pl.ds(0, BLOCK)]
+                        plgpu.copy_gmem_to_smem(source.at[pl.ds(of_scales[i], BLOCK)], to, ready)
+
+
 class Chosen(Source):
     """Listed slots. While one CTA waits for its rows, others compute."""
 
@@ -269,22 +310,85 @@ class Chosen(Source):
 
 def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register, end: Register) -> Rows:
     """Find a warp's keys among those that were copied to shared memory; `first` is the slot of the first."""
-    place, planes = find_place(), len(g.sizes)
-    own = r.mul(place.warp, KEYS)
-    levels, reach, gains = pointers[:planes], pointers[planes : 2 * planes], pointers[2 * planes :]
-    # Scales and gains of each block are aligned.
-    block = r.mul(r.shr(place.warp, 1), ALIGNED)
-    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
-    number = r.sub(r.add(first, r.add(own, r.mul(place.quad, EACH))), begin)
+    place, gains = find_place(), pointers[2 * len(g.sizes) :]
+    own = r.add(r.mul(place.warp, KEYS), r.mul(place.quad, EACH))
+    number = r.sub(r.add(first, own), begin)
 
     def gain(head: Register) -> Registers:
-        return [r.load_float(r.at(gains[0], r.add(block, r.mul(head, 4))))] * EACH
+        of_block = r.at(gains[0], r.mul(r.shr(place.warp, 1), ALIGNED))
+        return [r.load_float(r.at(of_block, r.mul(head, 4)))] * EACH
 
+    def visible() -> Registers:
+        return [r.less(r.add(number, x), r.sub(end, begin)) for x in range(EACH)]
+
+    return _copied(g, pointers, gain if gains else None, visible)
+
+
+def _of_ring(
+    g: Geometry, pointers: list[Any], nominal: Register, first: Register, second: Register, end: Register
+) -> Rows:
+    """Find a warp's keys among those of a ring that were copied to shared memory.
+
+    The two blocks begin with slots `first` and `second`. Slots before `nominal` belong to other steps, and in
+    the second block those before `nominal` + 64.
+    """
+    assert g.ring
+    place, gains, (sinks, window) = find_place(), pointers[2 * len(g.sizes) :], g.ring
+    is_first = r.less(place.warp, WARPS // PAIR)
+    begin = r.select(is_first, nominal, r.add(nominal, BLOCK))
+    within = r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH))
+    slot = r.add(r.select(is_first, first, second), within)
+    last = r.sub(end, 1)
+    newest = r.remainder(last, max(window, 1))
+
+    def positions() -> tuple[Registers, Registers]:
+        """Return positions, and whether they count."""
+        found, counts = [], []
+        for own in (r.add(slot, x) for x in range(EACH)):
+            sink, turn = r.sub(own, window), r.add(r.sub(last, newest), own)
+            recent = r.select(r.less(newest, own), r.sub(turn, window), turn)
+            is_recent = r.less(own, window)
+            # Both are at least zero; a smaller number is a large one without a sign.
+            of_recent, of_sink = r.less(r.sub(recent, sinks), 2**30), r.less(sink, sinks)
+            is_there = r.select(is_recent, of_recent, r.both(of_sink, r.less(sink, end)))
+            counts.append(r.both(is_there, r.less(r.sub(own, begin), BLOCK)))
+            found.append(r.select(is_recent, recent, sink))
+        return found, counts
+
+    def load_gain(block: Register, head: Register) -> Register:
+        return r.load_float(r.at(r.at_row(gains[0], block, 4 * g.form.columns), r.mul(head, 4)))
+
+    def gain(head: Register) -> Registers:
+        if window % BLOCK or g.S % EACH or sinks > BLOCK:
+            places = (r.select(seen, r.shr(at, 6), 0) for at, seen in zip(*positions(), strict=True))
+            return [load_gain(block, head) for block in places]
+        # A thread's eight slots have positions of one block, before or after the ring's last turn.
+        turns, is_recent, newest_block = window // BLOCK, r.less(slot, window), r.shr(last, 6)
+        after = r.shr(r.add(r.sub(last, newest), slot), 6)
+        before = r.select(r.less(after, turns), 0, r.sub(after, turns))
+        after = r.select(r.less(newest_block, after), newest_block, after)
+        old, new = (load_gain(r.select(is_recent, each, 0), head) for each in (before, after))
+        return [r.select(r.less(newest, r.add(slot, x)), old, new) for x in range(EACH)]
+
+    return _copied(g, pointers, gain if gains else None, lambda: positions()[1])
+
+
+def _copied(
+    g: Geometry,
+    pointers: list[Any],
+    gains: Callable[[Register], Registers] | None,
+    visible: Callable[[], Registers],
+) -> Rows:
+    """Find a warp's keys in shared memory. Scales of each block are aligned."""
+    place, planes = find_place(), len(g.sizes)
+    levels, reach = pointers[:planes], pointers[planes : 2 * planes]
+    block = r.mul(r.shr(place.warp, 1), ALIGNED)
+    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
     return Rows(
-        levels=lambda p, x: r.at(levels[p], r.mul(r.add(own, x), g.sizes[p])),
+        levels=lambda p, x: r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])),
         scales=lambda p: r.load_words(r.at(reach[p], scales), EACH),
-        gains=gain if gains else None,
-        visible=lambda: [r.less(r.add(number, x), r.sub(end, begin)) for x in range(EACH)],
+        gains=gains,
+        visible=visible,
     )
 
 

@@ -94,8 +94,9 @@ def _scores(
     offsets, factors = queries
     own = r.at(shared, r.mul(r.add(r.mul(place.row, QUADS), place.quad), 16))
     scores: list[Registers] = [[None] * EACH for _ in range(form.tiles)]
-    begin = 0
-    for p in form.key_planes:
+    begins = list(itertools.accumulate(form.words, initial=0))
+    # The widest plane needs most registers, and then there are no scores yet.
+    for p in sorted(form.key_planes, key=lambda p: -form.widths[p]):
         products = {
             (tile, n): [0, 0, *[offsets[tile * len(form.key_planes) + p]] * 2]
             for tile in range(form.tiles)
@@ -105,7 +106,7 @@ def _scores(
             itertools.chain(key_words(_load_key(form, rows, p, n, place), form.bits[p]), [0])
             for n in range(EACH // 2)
         ]
-        for step in range(begin, begin := begin + form.words[p] // 2):
+        for step in range(begins[p] // 2, begins[p + 1] // 2):
             pairs = [list(itertools.islice(each, 2)) for each in levels]
             for tile in range(form.tiles):
                 words = r.load_words(r.at(own, 512 * (tile * form.steps + step)), 16)

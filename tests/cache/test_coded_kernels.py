@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_references import largest_reference
+from rings import listed
 
 from kernels_pallas import (
     Parts,
@@ -81,8 +82,10 @@ def plain_parts(passes, *, scale):
     return [plain_part(**each._asdict(), scale=scale) for each in passes]
 
 
-def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, config, scale):
+def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, config, ring, scale):
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
+    if ring is not None:
+        slots, blocks, end = listed(ring, keys[0].reach.shape, end)
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])
     times = jnp.broadcast_to(times[:, None], k.shape[:3]).astype(jnp.float32)

@@ -158,6 +158,7 @@ PLAIN = SimpleNamespace(
     differ=_binary(lambda a, b: a != b),
     both=lambda a, b: a & b,
     divided=_binary(lambda a, b: a // b),
+    remainder=_binary(lambda a, b: a % b),
     select=lambda condition, a, b: jnp.where(condition, _of(a), _of(b)),
     fadd=_binary(lambda a, b: a + b),
     fsub=_binary(lambda a, b: a - b),

@@ -33,6 +33,7 @@ from kernels_pallas import (
     merged_at_once,
     prefill_attention,
     prefill_refusal,
+    ring_fits,
     scan_refusal,
     select_refusal,
 )
@@ -301,7 +302,7 @@ def far_pass(
         so.
     """
     *keys, values = planes
-    queries = arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
+    queries = _or_plain(arranged, q, block_scores)
     return CodedPass(
         queries.q,
         keys,
@@ -350,7 +351,19 @@ def ring_pass(
     """
     keys, values = planes
     B, (_, K, M) = len(positions), values.reach.shape
-    stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
+    zero, queries = jnp.zeros(B, jnp.int32), _or_plain(arranged, q, block_scores)
+    if ring_fits(planes, sinks, window):
+        return CodedPass(
+            queries.q,
+            [keys],
+            values,
+            zero,
+            positions[:, 0] + 1,
+            block_table=table_of_rings(planes, B, first),
+            gains=queries.gains,
+            ring=(sinks, window),
+        )
+    stored = ring_positions(M, positions, sinks=sinks, window=window)
     # A list is read as a whole, so an idle sequence needs an empty range.
     end = jnp.where(positions[:, 0] >= 0, M, 0)
 
@@ -358,7 +371,6 @@ def ring_pass(
         return jnp.broadcast_to(x[:, None], (B, K, M))
 
     slots = of_heads(jnp.where(stored == EMPTY, M, jnp.arange(M)))
-    queries = arranged or ArrangedQueries(q[:, 0], None if block_scores is None else block_scores[:, 0])
     return CodedPass(
         queries.q,
         [keys],
@@ -370,6 +382,11 @@ def ring_pass(
         gains=queries.gains,
         blocks=None if queries.gains is None else of_heads(stored // BLOCK),
     )
+
+
+def _or_plain(arranged: ArrangedQueries | None, q: Array, block_scores: Array | None) -> ArrangedQueries:
+    """Return queries as other kernels arranged them, or each query by itself."""
+    return arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
 
 
 def table_of_rings(
