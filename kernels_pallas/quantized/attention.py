@@ -214,8 +214,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         end=end.astype(jnp.int32),
         q=q,
         levels=[levels if g.chosen or g.ring else view_blocks(levels) for levels, _ in planes],
-        # Rows of a ring's scales may have any number of bytes, which copies do not allow.
-        reach=[reach.reshape(-1) if g.ring else reach for _, reach in planes],
+        reach=[reach for _, reach in planes],
         lists=lists,
         table=None if g.chosen else block_table,
         gains=gains,
@@ -274,7 +273,8 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
 
 def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, skips: bool) -> None:
     """Run a part of a pass in buffers that other passes do not need; `skips` leaves out empty parts."""
-    streams, copied_gains = not g.chosen, g.gains and not g.chosen and not g.ring
+    streams, whole = not g.chosen, not g.chosen and not g.ring
+    copies = PAIR * (len(g.sizes) + whole * (len(g.sizes) + g.gains))
     pl.run_scoped(
         functools.partial(_part, refs, outputs, g, part, skips),
         Buffers(
@@ -283,14 +283,14 @@ def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, sk
                 for P in g.sizes
             ]
             * streams,
-            reach=[plgpu.SMEM((g.stages, PAIR, ALIGNED), jnp.uint8) for _ in g.sizes] * streams,
+            reach=[plgpu.SMEM((g.stages, PAIR, ALIGNED), jnp.uint8) for _ in g.sizes] * whole,
             lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
-            gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * copied_gains,
+            gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * (g.gains and whole),
             q=plgpu.SMEM((g.form.tiles * g.form.steps, 32, 4), jnp.int32),
             sums=plgpu.SMEM((2, WARPS, ROWS * g.form.tiles), jnp.float32),
             outputs=plgpu.SMEM((WARPS, g.form.columns, g.form.widths[-1]), jnp.float32),
             lists_ready=plgpu.Barrier(num_arrivals=max(g.lists, 1)),
-            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=PAIR * (2 * len(g.sizes) + copied_gains)),
+            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=copies),
         ),
     )
 

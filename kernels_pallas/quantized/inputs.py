@@ -220,7 +220,8 @@ def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
 def ring_fits(planes: Sequence[Plane], sinks: int, window: int) -> bool:
     """Return whether a pass can read planes as a ring of sinks and a window."""
     slots = planes[0].reach.shape[2]
-    return slots >= max(BLOCK, sinks + window) and all(plane.levels.shape[-1] % 16 == 0 for plane in planes)
+    is_aligned = slots % 8 == 0 and all(plane.levels.shape[-1] % 16 == 0 for plane in planes)
+    return is_aligned and slots >= max(BLOCK, sinks + window)
 
 
 def plane_fits(width: int, bits: int) -> bool:

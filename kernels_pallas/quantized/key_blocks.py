@@ -259,12 +259,17 @@ class Stream(Source):
 
 
 class Ring(Stream):
-    """All blocks of a ring. The last one overlaps the one before, so that it ends with the ring."""
+    """All blocks of a ring. The last one overlaps the one before, so that it ends with the ring.
+
+    Scales and gains are read from global memory: copies begin at multiples of 16 bytes.
+    """
 
     def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
         slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
         plgpu.barrier_wait(at.ready.at[slot])
-        refs = [buffer.at[slot] for buffer in (*at.levels, *at.reach)]
+        lead = self._leads(step)[0]
+        refs = [buffer.at[slot] for buffer in at.levels]
+        refs += [source.at[lead, self.head[1]] for source in self.refs.reach]
         refs += [] if self.gains is None else [self.gains]
         starts = [self._start(self._inside(step, number)) for number in range(PAIR)]
         scalars = [self._block(step, 0) * BLOCK, *starts, self.span.end]
@@ -279,9 +284,8 @@ class Ring(Stream):
         return [lead] * PAIR
 
     def _load(self, step: Array, leads: list[Array]) -> None:
-        slot, at, (g, kv) = lax.rem(step, jnp.int32(self.g.stages)), self.at, (self.g, self.head[1])
+        slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
         ready, starts = at.ready.at[slot], [self._start(self._inside(step, number)) for number in range(PAIR)]
-        of_scales = [(lead * g.K + kv) * g.S + start for lead, start in zip(leads, starts, strict=True)]
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
@@ -290,10 +294,8 @@ class Ring(Stream):
                 for i, lead in enumerate(leads):
                     rows = pl.ds(starts[i], BLOCK)
                     for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                        plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffer.at[slot, i], ready)
-                    for source, buffer in zip(self.refs.reach, at.reach, strict=True):
-                        to = buffer.at[slot, i, pl.ds(0, BLOCK)]
-                        plgpu.copy_gmem_to_smem(source.at[pl.ds(of_scales[i], BLOCK)], to, ready)
+                        to = buffer.at[slot, i]
+                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows], to, ready)
 
 
 class Chosen(Source):
@@ -321,7 +323,10 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
     def visible() -> Registers:
         return [r.less(r.add(number, x), r.sub(end, begin)) for x in range(EACH)]
 
-    return _copied(g, pointers, gain if gains else None, visible)
+    # Scales of each block are aligned.
+    block = r.mul(r.shr(place.warp, 1), ALIGNED)
+    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
+    return _copied(g, pointers, scales, gain if gains else None, visible)
 
 
 def _of_ring(
@@ -359,7 +364,7 @@ def _of_ring(
         return r.load_float(r.at(r.at_row(gains[0], block, 4 * g.form.columns), r.mul(head, 4)))
 
     def gain(head: Register) -> Registers:
-        if window % BLOCK or g.S % EACH or sinks > BLOCK:
+        if window % BLOCK or sinks > BLOCK:
             places = (r.select(seen, r.shr(at, 6), 0) for at, seen in zip(*positions(), strict=True))
             return [load_gain(block, head) for block in places]
         # A thread's eight slots have positions of one block, before or after the ring's last turn.
@@ -370,20 +375,19 @@ def _of_ring(
         old, new = (load_gain(r.select(is_recent, each, 0), head) for each in (before, after))
         return [r.select(r.less(newest, r.add(slot, x)), old, new) for x in range(EACH)]
 
-    return _copied(g, pointers, gain if gains else None, lambda: positions()[1])
+    return _copied(g, pointers, slot, gain if gains else None, lambda: positions()[1])
 
 
 def _copied(
     g: Geometry,
     pointers: list[Any],
+    scales: Register,
     gains: Callable[[Register], Registers] | None,
     visible: Callable[[], Registers],
 ) -> Rows:
-    """Find a warp's keys in shared memory. Scales of each block are aligned."""
+    """Find a warp's keys in shared memory; `scales` is the place of a thread's eight among all scales."""
     place, planes = find_place(), len(g.sizes)
     levels, reach = pointers[:planes], pointers[planes : 2 * planes]
-    block = r.mul(r.shr(place.warp, 1), ALIGNED)
-    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
     return Rows(
         levels=lambda p, x: r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])),
         scales=lambda p: r.load_words(r.at(reach[p], scales), EACH),
