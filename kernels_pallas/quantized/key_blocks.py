@@ -5,7 +5,7 @@ entries of a list.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -242,20 +242,17 @@ class Stream(Source):
             blocks = [lax.rem(each, jnp.int32(self.g.page // BLOCK)) for each in positions]
         rows = [pl.ds(pl.multiple_of(each * BLOCK, BLOCK), BLOCK) for each in blocks]
 
-        @plgpu.warp_map
-        def _(warp: Array) -> None:
-            @pl.when(warp == 0)
-            def _() -> None:
-                for i, lead in enumerate(leads):
-                    for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                        to = buffer.at[slot, i]
-                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], blocks[i]], to, ready)
-                    for source, buffer in zip(self.refs.reach, at.reach, strict=True):
-                        to = buffer.at[slot, i, pl.ds(0, BLOCK)]
-                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows[i]], to, ready)
-                    if self.gains is not None:
-                        to = at.gains[0].at[slot, i, pl.ds(0, self.g.form.columns)]
-                        plgpu.copy_gmem_to_smem(self.gains.at[positions[i]], to, ready)
+        def pairs(i: int, lead: Array) -> Iterator[tuple[Any, Any]]:
+            head = lead, self.head[1]
+            for source, buffer in zip(self.refs.levels, at.levels, strict=True):
+                yield source.at[*head, blocks[i]], buffer.at[slot, i]
+            for source, buffer in zip(self.refs.reach, at.reach, strict=True):
+                yield source.at[*head, rows[i]], buffer.at[slot, i, pl.ds(0, BLOCK)]
+            if self.gains is not None:
+                to = at.gains[0].at[slot, i, pl.ds(0, self.g.form.columns)]
+                yield self.gains.at[positions[i]], to
+
+        _copy_by_warps([pair for i, lead in enumerate(leads) for pair in pairs(i, lead)], ready)
 
 
 class Ring(Stream):
@@ -287,15 +284,12 @@ class Ring(Stream):
         slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
         ready, starts = at.ready.at[slot], [self._start(self._inside(step, number)) for number in range(PAIR)]
 
-        @plgpu.warp_map
-        def _(warp: Array) -> None:
-            @pl.when(warp == 0)
-            def _() -> None:
-                for i, lead in enumerate(leads):
-                    rows = pl.ds(starts[i], BLOCK)
-                    for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                        to = buffer.at[slot, i]
-                        plgpu.copy_gmem_to_smem(source.at[lead, self.head[1], rows], to, ready)
+        pairs = [
+            (source.at[lead, self.head[1], pl.ds(start, BLOCK)], buffer.at[slot, i])
+            for i, (lead, start) in enumerate(zip(leads, starts, strict=True))
+            for source, buffer in zip(self.refs.levels, at.levels, strict=True)
+        ]
+        _copy_by_warps(pairs, ready, warps=1)  # They are few.
 
 
 class Chosen(Source):
@@ -308,6 +302,19 @@ class Chosen(Source):
         first = (span.first + step * PAIR) * BLOCK
         scalars = [first, span.last * BLOCK, span.begin, span.end]
         return self._add(_listed, refs, scalars, queries, carry)
+
+
+def _copy_by_warps(pairs: list[tuple[Any, Any]], ready: Any, *, warps: int = WARPS) -> None:
+    """Start copies from global to shared memory. Some warps start some each: all wait for the slowest one."""
+
+    @plgpu.warp_map
+    def _(warp: Array) -> None:
+        for number in range(warps):
+
+            @pl.when(warp == number)
+            def _(number: int = number) -> None:
+                for source, to in pairs[number::warps]:
+                    plgpu.copy_gmem_to_smem(source, to, ready)
 
 
 def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register, end: Register) -> Rows:
