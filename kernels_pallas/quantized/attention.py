@@ -22,7 +22,6 @@ operations, since queries and weights have two bytes. Scales of keys multiply sc
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -109,8 +108,8 @@ def coded_attention(
 def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
     """Compute `coded_attention` over the keys of each pass without merging, in one launch.
 
-    All passes have the same sequences and KV heads. Whole stores should come before lists: the compiler then
-    needs fewer registers. Errors are those of `coded_attention`.
+    All passes have the same sequences and KV heads. Whole stores should come before lists and rings: the
+    compiler was seen to need fewer registers. Errors are those of `coded_attention`.
     """
     shapes = {rows_of(each.values.reach, each.block_table)[:2] for each in passes}
     if len(shapes) != 1:
@@ -147,10 +146,7 @@ def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
     q, keys, values, begin, end, slots, block_table, gains, blocks, config, ring = given
     planes = [*keys, values]
     arrays = [(plane.levels, plane.reach) for plane in planes]
-    if config is None and ring is not None:
-        # Most parts have one step, so that no second one is in flight.
-        config = replace(config_for(keys, values, values.reach.shape[2], block_table), stages=1)
-    config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
+    config = config or config_for(q, keys, values, slots, block_table, ring)
     form = _Form(tuple(plane.bits for plane in planes), config, ring)
     return _Arrays(q, arrays, begin, end, slots, block_table, gains, blocks), form
 

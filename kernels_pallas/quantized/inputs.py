@@ -11,8 +11,11 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.quantized.byte_levels import BITS
 from kernels_pallas.quantized.queries import columns_of
+from kernels_pallas.quantized.warp_layout import Form
 from kernels_pallas.tuning import measured
 
+STEP = 128
+"""Keys of a step."""
 BLOCK = 64
 """Keys that are copied together. What scores gain is the same within a block."""
 CTAS = 4
@@ -29,6 +32,7 @@ class Plane(NamedTuple):
     """Quantized values of consecutive coordinates (`FittedIntegers`).
 
     Level l with scale r stands for (2l + 1 - 2^bits)·r/2^bits.
+    Attention reads a scale of zero of keys as 2^-16.
 
     With a block table, int32 [B, pages per sequence], the arrays are a pool of pages [P, K, page size, ·].
     Slot j of sequence b is slot j % page size of page table[b, j // page size]; S counts all slots of a
@@ -55,6 +59,8 @@ class Plane(NamedTuple):
         return Arrays(self.levels, self.reach)
 
 
+_BARRIERS = 1024
+"""Bound of the shared memory of barriers, maxima and sums."""
 type Bits = tuple[tuple[int, ...], ...]
 """Bits of each plane of several arrays."""
 
@@ -92,7 +98,7 @@ class CodedPass(NamedTuple):
 
     With a `ring` of s sinks and a window w, position p of the window is in slot p mod w, and sink p in slot
     w + p. A pass then reads the sinks and the last w positions before `end`; `begin` is 0. Gains are those of
-    positions. `ring_fits` says which rings can be read so.
+    positions, and reach up to `end`. `ring_fits` says which rings can be read so.
     """
 
     q: Array
@@ -109,17 +115,38 @@ class CodedPass(NamedTuple):
 
 
 def config_for(
-    keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
+    q: Shaped,
+    keys: Sequence[Plane],
+    values: Plane,
+    slots: Shaped | None = None,
+    block_table: Shaped | None = None,
+    ring: tuple[int, int] | None = None,
 ) -> CodedConfig:
     """Return the default number of parts, with the measured number of steps in flight for these widths.
 
-    Entries of the table are keyed by coordinates and by the bytes of a token's levels, over all planes.
+    Entries of the table are keyed by coordinates and by the bytes of a token's levels, over all planes. There
+    are fewer steps if shared memory is short, and one for a ring, of which most parts have one or two.
     """
-    B, K, S = rows_of(values.reach, block_table)
-    default, nbytes = default_config(B * K, S, chosen), sum(x.levels.shape[-1] for x in (*keys, values))
-    C = sum(plane.width for plane in keys)
+    (B, K, S), planes = rows_of(values.reach, block_table), [*keys, values]
+    chosen = 0 if slots is None else slots.shape[2]
+    default = default_config(B * K, S, chosen or (S if ring else 0))
+    if ring is not None:
+        return replace(default, stages=1)
+    C, nbytes = sum(plane.width for plane in keys), sum(x.levels.shape[-1] for x in planes)
     found = measured("coded_decode", C=C, Z=values.width, bytes=nbytes, chosen=chosen)
-    return replace(default, stages=found["stages"]) if found else default
+    stages = found["stages"] if found else default.stages
+    while stages > 1 and not chosen and shared_bytes(q, planes, stages) > common.SHARED_MEMORY:
+        stages -= 1
+    return replace(default, stages=stages)
+
+
+def shared_bytes(q: Shaped, planes: Sequence[Plane], stages: int) -> int:
+    """Return bytes of shared memory for queries, outputs, and `stages` steps of a whole store."""
+    columns = q.shape[2] if len(q.shape) == 4 else columns_of(q.shape[1] // planes[0].reach.shape[1])
+    form = Form(columns, tuple(x.width for x in planes), tuple(x.bits for x in planes), scale=1.0)
+    step = STEP * sum(x.levels.shape[-1] for x in planes) + STEP // BLOCK * 128 * (len(planes) + 1)
+    queries, outputs = 512 * form.tiles * form.steps, 16 * columns * planes[-1].width
+    return stages * step + queries + outputs + _BARRIERS
 
 
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
@@ -167,8 +194,10 @@ def check_coded(
         raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
         check_plane(name, plane, (lead, K, each))
-    if ring is not None and not ring_fits([*keys, values], *ring):
-        raise ValueError(f"ring={ring}: must be one that `ring_fits` allows, with {each} slots")
+    if ring is not None:
+        _check_ring(ring, [*keys, values], slots, block_table)
+    elif slots is None and (size := shared_bytes(q, [*keys, values], 1)) > common.SHARED_MEMORY:
+        raise ValueError(f"a step takes {size} bytes of shared memory: at most {common.SHARED_MEMORY} fit")
     if values.width % BLOCK:
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
@@ -184,6 +213,19 @@ def check_coded(
         raise ValueError(f"slots has {slots.shape[2]} per KV head: must be from 1 to {MOST_SLOTS}")
     if block_table is not None and values.reach.size > MOST_ROWS:
         raise ValueError(f"the pool has {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
+
+
+def _check_ring(
+    ring: tuple[int, int], planes: Sequence[Plane], slots: Shaped | None, block_table: Shaped | None
+) -> None:
+    """Raise `ValueError` unless a pass can read planes as a ring."""
+    if slots is not None:
+        raise ValueError(f"ring={ring} with slots: must be None")
+    if block_table is not None and block_table.shape[1] != 1:
+        raise ValueError(f"ring={ring} in {block_table.shape[1]} pages per sequence: must be 1")
+    if not ring_fits(planes, *ring):
+        slots_of_ring = planes[0].reach.shape[2]
+        raise ValueError(f"ring={ring}: must be one that `ring_fits` allows, with {slots_of_ring} slots")
 
 
 def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
@@ -220,6 +262,8 @@ def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
 def ring_fits(planes: Sequence[Plane], sinks: int, window: int) -> bool:
     """Return whether a pass can read planes as a ring of sinks and a window."""
     slots = planes[0].reach.shape[2]
+    if min(sinks, window) < 0:
+        return False
     is_aligned = slots % 8 == 0 and all(plane.levels.shape[-1] % 16 == 0 for plane in planes)
     return is_aligned and slots >= max(BLOCK, sinks + window)
 

@@ -15,16 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas import registers as r
-from kernels_pallas.quantized.inputs import BLOCK
+from kernels_pallas.quantized.inputs import BLOCK, STEP
 from kernels_pallas.quantized.warp_attention import add_keys
 from kernels_pallas.quantized.warp_layout import EACH, KEYS, WARPS, Form, Rows, find_place
 from kernels_pallas.quantized.warp_queries import join_bytes
 from kernels_pallas.registers import Register, Registers, inline
 
-PAIR = 2
+PAIR = STEP // BLOCK
 """Blocks of keys of a step."""
-STEP = PAIR * BLOCK
-"""Keys of a step."""
 ALIGNED = 128
 """Alignment in bytes of an asynchronous copy's destination in shared memory."""
 

@@ -82,7 +82,7 @@ class TurnedQueries(NamedTuple):
 
     Attributes:
       plain: queries, [B, N, H].
-      far: queries arranged for the planes of the store (`arrange_queries`), [B, K, columns, coordinates].
+      far: queries arranged by KV head (`arrange_queries`) for the store, [B, K, columns, coordinates].
       near: queries arranged for the ring; None if the ring has 16 bits.
     """
 

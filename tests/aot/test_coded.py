@@ -139,6 +139,11 @@ def assert_fits(keys, values, ctas, page=0, columns=4):
     assert kernel.ctas >= ctas
 
 
+@pytest.mark.parametrize(("columns", "ctas"), [(8, 3), (16, 2)])
+def test_near_and_far_tokens_of_more_query_heads(columns, ctas):
+    assert_fits(((32, 5), (96, 3)), (128, 3), ctas, page=256, columns=columns)
+
+
 @pytest.mark.parametrize("groups", [1, 16])
 def test_groups(groups):
     assert_no_spills([coded(((128, 4),), (128, 4), groups=groups)])

@@ -33,13 +33,15 @@ def table(monkeypatch):
 def test_stages_are_those_that_were_measured_and_parts_the_rules(table):
     keys, values = [plane(32, 4), plane(96, 4)], plane(128, 4)
     rule = default_config(16 * 8, 32768)
-    assert config_for(keys, values) == rule, "a table without coded keys and values"
+    q = jax.ShapeDtypeStruct((16, 32, 128), jnp.bfloat16)
+    assert config_for(q, keys, values) == rule, "a table without coded keys and values"
     widths = {"C": 128, "Z": 128, "bytes": 128, "chosen": 0}
     table["coded_decode"] = [{"widths": widths, "config": {"stages": 4, "splits": 99}}]
-    assert config_for(keys, values) == CodedConfig(4, rule.splits)
-    assert config_for([plane(128, 4)], values) == CodedConfig(4, rule.splits)
-    assert config_for([plane(128, 8)], values) == rule
-    assert config_for(keys, values, 1024) == default_config(16 * 8, 32768, 1024)
+    assert config_for(q, keys, values) == CodedConfig(4, rule.splits)
+    assert config_for(q, [plane(128, 4)], values) == CodedConfig(4, rule.splits)
+    assert config_for(q, [plane(128, 8)], values) == rule
+    slots = jax.ShapeDtypeStruct((16, 8, 1024), jnp.int32)
+    assert config_for(q, keys, values, slots) == default_config(16 * 8, 32768, 1024)
     assert inputs.measured("decode", R=64) is None
 
 

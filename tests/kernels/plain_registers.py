@@ -6,11 +6,12 @@ Integers are uint32. Memory is read as bytes when a function begins, and written
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.registers import THREADS
+from kernels_pallas.registers import PIECES, THREADS
 
 WARPS, ROWS, QUADS = 4, 8, 4
 
@@ -119,6 +120,11 @@ def _at(pointer: Pointer, offset: Any) -> Pointer:
 
 
 def _load_words(pointer: Pointer, size: int) -> Any:
+    if not isinstance(pointer.offset, jax.core.Tracer):
+        piece = next(piece for piece in PIECES if size % piece == 0)
+        assert (pointer.offset % piece == 0).all()
+        assert (pointer.offset >= 0).all()
+        assert (pointer.offset + size <= pointer.memory.content.size).all()
     index = pointer.offset[:, None] + jnp.arange(size)
     loaded = jnp.take(pointer.memory.content, index, mode="clip")
     loaded = jnp.pad(loaded, ((0, 0), (0, -size % 4))).reshape(THREADS, -1, 4)

@@ -1,7 +1,7 @@
 """Kernel that attends to quantized keys and values: lowering for CUDA, refusals, and results.
 
-On a CPU, JAX's interpreter of GPU kernels runs it and looks for races. Plain jax.numpy replaces the
-instructions on registers one by one. On a GPU, all of the kernel runs.
+On a CPU, JAX's interpreter of GPU kernels runs it and looks for races of copies. Plain jax.numpy replaces the
+instructions on registers one by one, in all threads at once. On a GPU, all of the kernel runs.
 """
 
 import re
@@ -28,6 +28,7 @@ from kernels_pallas import (
     coded_refusal,
     merged,
 )
+from kernels_pallas.common import SHARED_MEMORY
 from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.quantized import (
     byte_levels,
@@ -37,7 +38,7 @@ from kernels_pallas.quantized import (
     warp_outputs,
     warp_queries,
 )
-from kernels_pallas.quantized.inputs import default_config
+from kernels_pallas.quantized.inputs import config_for, default_config, shared_bytes
 from kernels_pallas.quantized.queries import arrange_queries
 from kernels_pallas.quantized.short_scales import NAN_CODE
 from kernels_pallas.quantized.warp_layout import LARGEST_QUERY
@@ -388,7 +389,7 @@ def test_a_list_is_of_slots_in_pages(interpreted, page):
 
 @pytest.mark.full
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
-    # Relative to the first block, the key's weight e^1000 exceeds float32.
+    # Relative to earlier keys, the key's weight e^1000 exceeds float32.
     it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)
     q, towards = np.asarray(it.q, np.float32)[0, 0], np.zeros((3, 1, 192, 64), np.float32)
     towards[0, 0, 170] = 1000 / SCALE * q / (q @ q)
@@ -419,6 +420,28 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     o, lse = it.run(config=config)
     np.testing.assert_array_equal(np.isnan(o).all(-1), np.arange(3)[:, None] * 4 + np.arange(4) == 6)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(o).all(-1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_makes_its_head_nan(interpreted, number):
+    it = Case(*SHAPES[1], S=192)
+    it.q = it.q.at[0, 4, 50].set(number)
+    o, lse = it.run(config=CodedConfig(splits=2))
+    heads = np.arange(6) == 4
+    np.testing.assert_array_equal(np.isnan(o[0]).all(-1), heads)
+    np.testing.assert_array_equal(np.isnan(lse[0]), heads)
+    assert not np.isnan(o[1:]).any()
+
+
+@pytest.mark.full
+def test_scales_of_zero(interpreted):
+    # A value is then zero, and a key nearly so.
+    it = Case(*SHAPES[0], S=192)
+    (keys,), values = it.keys, it.values
+    it.keys = [keys._replace(reach=keys.reach.at[:, :, 60:90].set(0))]
+    it.values = values._replace(reach=values.reach.at[:, :, 80:120].set(0))
+    it.check(config=CodedConfig(splits=1))
 
 
 CONFIGS = CodedConfig(stages=2, splits=2), CodedConfig(stages=1, splits=3)
@@ -468,6 +491,8 @@ RINGS = [
     (136, 4, 128, (0, 77, 1000)),
     (72, 8, 64, (5, 64, 131)),
     (200, 4, 150, (3, 151, 777)),
+    (136, 70, 64, (50, 71, 900)),
+    (72, 8, 0, (0, 5, 90)),
     (520, 4, 512, (513, 100_001, 516)),
 ]
 
@@ -515,7 +540,7 @@ def test_a_ring_is_a_list_of_its_slots_on_the_device(ring, gains, page, heads):
     ("kind", "ring"),
     [(((64, 3), (64, 8)), (4, 128)), (((64, 8), (64, 8)), (4, 200)), (((64, 8),) * 2, (0, 32))],
 )
-def test_rings_that_cannot_be_read_as_blocks_are_refused(kind, ring):
+def test_rings_that_do_not_fit_are_refused(kind, ring):
     slots = 136 if ring[1] > 32 else 40
     keys, values = planes_like(kind, 2, 2, slots)
     row = shape(2, dtype=jnp.int32)
@@ -523,6 +548,32 @@ def test_rings_that_cannot_be_read_as_blocks_are_refused(kind, ring):
     refusal = coded_refusal(q, [keys], values, row, row, ring=ring)
     assert refusal is not None
     assert f"ring={ring}: must be one that `ring_fits` allows, with {slots} slots" in refusal
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": shape(2, 2, 9, dtype=jnp.int32)}, "with slots: must be None"),
+        ({"block_table": shape(2, 2, dtype=jnp.int32)}, "in 2 pages per sequence: must be 1"),
+        ({"ring": (-1, 128)}, r"ring=\(-1, 128\): must be one that `ring_fits` allows"),
+    ],
+)
+def test_other_arguments_of_rings_are_refused(change, message):
+    keys, values = planes_like(((64, 8), (64, 8)), 2, 2, 136)
+    row, q = shape(2, dtype=jnp.int32), shape(2, 4, 64, dtype=jnp.bfloat16)
+    refusal = coded_refusal(q, [keys], values, row, row, **{"ring": (4, 128)} | change)
+    assert refusal is not None
+    assert re.search(message, refusal)
+
+
+def test_planes_that_fill_shared_memory_have_fewer_steps_in_flight():
+    wide = (((256, 8), (256, 8)), (256, 8))
+    o, _ = lower(*wide, 16, 2, 640).out_info
+    assert o.shape == (2, 16, 256)
+    planes = planes_like((*wide[0], wide[1]), 2, 2, 640)
+    q = shape(2, 16, 512, dtype=jnp.bfloat16)
+    assert config_for(q, planes[:-1], planes[-1]).stages == 1
+    assert shared_bytes(q, planes, 1) < SHARED_MEMORY < shared_bytes(q, planes, 2)
 
 
 def test_passes_of_other_batches_are_refused():

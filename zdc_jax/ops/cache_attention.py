@@ -265,15 +265,19 @@ def coded_decode_refusal(
     *,
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
+    ring: tuple[int, int] | None = None,
 ) -> str | None:
-    """Return why the kernel cannot run `far_pass`, or None; `planes` are empty if a code is not supported."""
+    """Return why the kernel cannot run `far_pass`, or None; `planes` are empty if a code is not supported.
+
+    With a `ring` of sinks and window, it is `ring_pass`.
+    """
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
     queries, row, pages = _query_shapes(q, table)
     listed = None if slots is None else jax.eval_shape(_flat, slots)
     return device_refusal(q) or coded_refusal(
-        queries, keys, values, row, row, slots=listed, block_table=pages
+        queries, keys, values, row, row, slots=listed, block_table=pages, ring=ring
     )
 
 

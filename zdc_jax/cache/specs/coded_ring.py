@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing
+from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing, ring_fits
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel, restore_tree
@@ -174,8 +174,10 @@ class CodedRing(PrefixRing):
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
         table = table_of_rings(planes, len(q), call.first) if planes else None
-        slots = _shape_of_all_slots(planes, len(q))
-        refusal = partial(coded_decode_refusal, q, planes, slots=slots, table=table)
+        is_ring = bool(planes) and ring_fits(planes, *state.near)
+        slots = None if is_ring else _shape_of_all_slots(planes, len(q))
+        ring = state.near if is_ring else None
+        refusal = partial(coded_decode_refusal, q, planes, slots=slots, table=table, ring=ring)
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
