@@ -1,7 +1,7 @@
 """Queries of a KV head as integers, for products with bytes on tensor cores (ours).
 
 Queries are rounded to 15 bits of the largest coordinate of a head in a plane: 128 h + l, with bytes h and l
-with a sign. Rounding to bfloat16 before loses more.
+with a sign. The error of a score grows with this coordinate.
 """
 
 import itertools
