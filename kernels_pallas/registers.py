@@ -21,8 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 THREADS = utils.WARPGROUP_SIZE
 PIECES = (16, 8, 4, 2, 1)
 """Sizes of a load, in bytes."""
-_AND_OR, _OR_AND = 0xEA, 0xA8
-"""Tables of lop3 for (a & b) | c and (a | b) & c."""
+_AND_OR = 0xEA
+"""Table of lop3 for (a & b) | c."""
 
 type Register = Any
 type Registers = list[Register]
@@ -162,11 +162,6 @@ def and_or(a: Register, mask: int, b: Register) -> Register:
     return _asm(f"lop3.b32 $0, $1, {mask}, $2, {_AND_OR};", a, b)
 
 
-def or_and(a: Register, b: Register, mask: int) -> Register:
-    """Return (a | b) & mask."""
-    return _asm(f"lop3.b32 $0, $1, $2, {mask}, {_OR_AND};", a, b)
-
-
 def prmt(a: Register, b: Register, selector: Register) -> Register:
     """Choose bytes by four hexadecimal digits, the lowest first: 0 to 3 are those of `a`, 4 to 7 of `b`."""
     return _asm("prmt.b32 $0, $1, $2, $3;", a, b, selector)
@@ -293,6 +288,12 @@ def branch(condition: Register, then: Callable[[], Registers], otherwise: Regist
     with ir.InsertionPoint(op.else_block):
         scf.YieldOp(otherwise)
     return list(op.results)
+
+
+def when(condition: Register, function: Callable[[], None]) -> None:
+    """Run a function in the warps where the condition holds, which is the same for all threads of a warp."""
+    with utils.when(condition):
+        function()
 
 
 def at(pointer: Any, offset: Register) -> Any:

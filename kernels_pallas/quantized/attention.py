@@ -1,6 +1,6 @@
 """Attention of one new token per sequence to quantized keys and values (ours).
 
-    grid: (B·K, parts of all passes); one warpgroup per CTA
+    grid: (parts of all passes, B·K); one warpgroup per CTA
     first:              queries → integers in registers; TMA list of slots → lists_ready
     stream of blocks:   TMA levels, scales → ready[slot]   (`stages` steps in flight)
     list of slots:      loads from global memory into registers
@@ -165,8 +165,9 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
     found = plgpu.kernel(
         functools.partial(_kernel, passes=geometries),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
-        grid=(B * K, sum(g.parts for g in geometries)),
-        grid_names=("head", "part"),
+        # Heads run first. Passes with short parts come last, and fill multiprocessors that are free.
+        grid=(sum(g.parts for g in geometries), B * K),
+        grid_names=("part", "head"),
         kernel_name="zdc_coded_decode",
         # The kernel places its own barriers between writes and reads of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -282,7 +283,7 @@ def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, sk
             reach=[plgpu.SMEM((g.stages, PAIR, ALIGNED), jnp.uint8) for _ in g.sizes] * whole,
             lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
             gains=[plgpu.SMEM((g.stages, PAIR, ALIGNED // 4), jnp.float32)] * (g.gains and whole),
-            q=plgpu.SMEM((g.form.tiles * g.form.steps, 32, 4), jnp.int32),
+            q=plgpu.SMEM((g.form.query_rows, 32, 4), jnp.int32),
             sums=plgpu.SMEM((2, WARPS, ROWS * g.form.tiles), jnp.float32),
             outputs=plgpu.SMEM((WARPS, g.form.columns, g.form.widths[-1]), jnp.float32),
             lists_ready=plgpu.Barrier(num_arrivals=max(g.lists, 1)),

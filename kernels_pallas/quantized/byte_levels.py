@@ -4,10 +4,11 @@ Levels are packed in planes of 1, 2, 4 or 8 bits (`bit_planes`). A word of four 
 one key, or one coordinate of four keys. Which coordinates of a key share a word does not matter, if queries
 have the same order: `key_coordinates`.
 
-Integer and logic instructions bind the kernel. A word of a single plane takes at most two of them, of two
-planes four.
+Logic instructions and shifts to the right bind the kernel: they run on the slowest pipe. A word of keys takes
+one of them per plane; shifts to the left run as multiplications.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,11 +17,23 @@ from kernels_pallas import registers as r
 from kernels_pallas.registers import Register, Registers
 
 BITS = (2, 3, 4, 5, 6, 8)
+QUADS = 4
+"""Threads of a warp that share a key."""
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
     """Return the bits of the planes in which levels are packed: powers of two, the highest first."""
     return tuple(1 << i for i in reversed(range(bits.bit_length())) if bits >> i & 1)
+
+
+def key_share(C: int, bits: int) -> int:
+    """Return the consecutive coordinates that a quad has of a key with C coordinates.
+
+    Whole words, if they divide C: then the last quad may have none. Otherwise a quarter of C.
+    """
+    high = bit_planes(bits)[0]
+    whole = -(-C * high // (32 * QUADS)) * (32 // high)
+    return whole if C % whole == 0 else C // QUADS
 
 
 def key_coordinates(count: int, bits: int) -> np.ndarray:
@@ -33,18 +46,20 @@ def key_coordinates(count: int, bits: int) -> np.ndarray:
 
 
 def key_words(planes: Sequence[Registers], bits: int) -> Iterator[Register]:
-    """Unpack consecutive coordinates of one key, loaded as words of each bit plane, word by word."""
+    """Unpack consecutive coordinates of one key, loaded as words of each bit plane, word by word.
+
+    A byte is a level times 2^(8 - bits), so that all shifts are to the left.
+    """
     high, *low = bit_planes(bits)
     for number, word in enumerate(planes[0]):
-        if not low:
-            yield from (_masked(r.shr(word, s) if s else word, high) for s in range(0, 8, high))
-            continue
-        below = _spread(planes[1], number * (32 // high) * low[0], low[0] * 8 // high)
+        below = _spread(planes[1], number * (32 // high) * low[0], low[0] * 8 // high) if low else 0
         for field in range(8 // high):
-            up = field * high - low[0]
-            moved = r.shr(word, up) if up > 0 else r.shl(word, -up)
-            rest = _masked(r.shr(below, field * low[0]) if field else below, low[0])
-            yield r.and_or(moved, _mask(high, low[0]), rest)
+            moved = r.shl(word, 8 - high * (field + 1))
+            if low:
+                rest = r.and_(r.shl(below, 8 - bits - field * low[0]), _mask(low[0], 8 - bits))
+                yield r.and_or(moved, _mask(high, 8 - high), rest)
+            else:
+                yield r.and_(moved, _mask(high, 8 - high)) if high < 8 else moved
 
 
 def value_words(planes: Sequence[Sequence[Registers]], count: int, bits: int) -> Registers:
@@ -68,21 +83,26 @@ def value_words(planes: Sequence[Sequence[Registers]], count: int, bits: int) ->
             found.append(r.and_(word, _mask(high, place)) if high < 8 else word)
             continue
         below, at = turned[1][c * low[0] // 8], c * low[0] % 8
-        moved = r.shl(word, place + low[0] - begin)
-        below = r.shr(below, at - place) if at > place else r.shl(below, place - at)
-        rest = r.and_(below, _mask(low[0], place))
-        found.append(r.and_or(moved, _mask(high, place + low[0]), rest))
+        rest = r.and_(_moved(below, place - at), _mask(low[0], place))
+        found.append(r.and_or(_moved(word, place + low[0] - begin), _mask(high, place + low[0]), rest))
     return found
 
 
+@functools.cache
 def factor_of(coordinate: int, bits: int) -> int:
     """Return the logarithm to base 2 of the factor of a coordinate in `value_words`.
 
-    It is where the level lies in its byte. High bits of two planes move only if nothing else is below them.
+    It is where the level lies in its byte. Shifts to the right cost most.
     """
-    high, *low = bit_planes(bits)
-    begin = coordinate * high % 8
-    return max(begin - low[0], 0) if low else begin
+    places, end = [], 0
+    for plane in reversed(bit_planes(bits)):
+        places.append((coordinate * plane % 8, end))
+        end += plane
+
+    def cost(at: int) -> int:
+        return sum(2 if begin > at + to else begin < at + to for begin, to in places)
+
+    return min(range(9 - bits), key=cost)
 
 
 def _mask(bits: int, at: int) -> int:
@@ -90,20 +110,22 @@ def _mask(bits: int, at: int) -> int:
     return (2**bits - 1 << at) * 0x01010101
 
 
-def _masked(word: Register, bits: int) -> Register:
-    return r.and_(word, _mask(bits, 0)) if bits < 8 else word
+def _moved(word: Register, by: int) -> Register:
+    return r.shl(word, by) if by >= 0 else r.shr(word, -by)
 
 
 def _spread(words: Registers, begin: int, size: int) -> Register:
-    """Spread 4·size bits from bit `begin` on: each byte of the result has `size` of them at its lower end."""
+    """Spread 4·size bits from bit `begin` on: each byte of the result has `size` of them at its lower end.
+
+    The other bits of a byte have any values.
+    """
     word, byte = words[begin // 32], begin % 32 // 8
     if size == 4:
         apart = r.prmt(word, 0, 0x4040 | (byte + 1) << 8 | byte)
-        return r.or_and(apart, r.shl(apart, 4), 0x0F0F0F0F)
+        return r.or_(apart, r.shl(apart, 4))
     assert size == 2
-    apart = r.prmt(word, 0, 0x4440 | byte)
-    apart = r.or_and(apart, r.shl(apart, 12), 0x000F000F)
-    return r.or_and(apart, r.shl(apart, 6), 0x03030303)
+    apart = r.mul(r.and_(r.shr(word, 8 * byte), 0xFF), 1 << 12 | 1)
+    return r.or_(apart, r.shl(apart, 6))
 
 
 def _turned(words: Sequence[Register]) -> Registers:

@@ -145,7 +145,7 @@ def shared_bytes(q: Shaped, planes: Sequence[Plane], stages: int) -> int:
     columns = q.shape[2] if len(q.shape) == 4 else columns_of(q.shape[1] // planes[0].reach.shape[1])
     form = Form(columns, tuple(x.width for x in planes), tuple(x.bits for x in planes), scale=1.0)
     step = STEP * sum(x.levels.shape[-1] for x in planes) + STEP // BLOCK * 128 * (len(planes) + 1)
-    queries, outputs = 512 * form.tiles * form.steps, 16 * columns * planes[-1].width
+    queries, outputs = 512 * form.query_rows, 16 * columns * planes[-1].width
     return stages * step + queries + outputs + _BARRIERS
 
 

@@ -394,7 +394,9 @@ def _copied(
     place, planes = find_place(), len(g.sizes)
     levels, reach = pointers[:planes], pointers[planes : 2 * planes]
     return Rows(
-        levels=lambda p, x: r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])),
+        levels=lambda p, x, of_all: r.at(
+            r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])), of_all * g.sizes[p]
+        ),
         scales=lambda p: r.load_words(r.at(reach[p], scales), EACH),
         gains=gains,
         visible=visible,
@@ -436,7 +438,9 @@ def _listed(
         return [r.less(r.sub(slot, begin), size) for slot in own_slots]
 
     return Rows(
-        levels=lambda p, x: r.at_row(levels[p], there(entries(slots, r.add(own, x), 1)[0]), g.sizes[p]),
+        levels=lambda p, x, of_all: r.at_row(
+            levels[p], there(entries(slots, r.add(own, r.add(x, of_all)), 1)[0]), g.sizes[p]
+        ),
         scales=scales,
         gains=gain if gains else None,
         visible=visible,

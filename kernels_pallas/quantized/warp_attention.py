@@ -21,12 +21,10 @@ import numpy as np
 
 from kernels_pallas import registers as r
 from kernels_pallas.common import NEVER
-from kernels_pallas.quantized.byte_levels import bit_planes, key_words, value_words
+from kernels_pallas.quantized.byte_levels import QUADS, bit_planes, key_words, value_words
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE
 from kernels_pallas.quantized.warp_layout import (
     EACH,
-    QUADS,
-    ROWS,
     SMALLEST,
     Form,
     Place,
@@ -71,15 +69,18 @@ def add_keys(
 def _load_key(form: Form, rows: Rows, p: int, n: int, place: Place) -> list[Registers]:
     """Load a quad's coordinates of the key in this row of product n."""
     # Column c of a product is key 8 (c / 2) + 2n + c % 2: a thread then has eight consecutive keys.
-    key = r.add(r.mul(r.shr(place.row, 1), EACH), r.add(r.and_(place.row, 1), 2 * n))
-    return load_share(rows.levels(p, key), form.widths[p], form.bits[p], place.quad, QUADS)
+    key, share = r.add(r.mul(r.shr(place.row, 1), EACH), r.and_(place.row, 1)), form.shares[p]
+    # A quad without coordinates reads those of the first one. Its queries are zeros.
+    has = form.widths[p] // share
+    quad = place.quad if has == QUADS else r.select(r.less(place.quad, has), place.quad, 0)
+    return load_share(rows.levels(p, key, 2 * n), form.widths[p], form.bits[p], quad, share)
 
 
 def _load_value(form: Form, rows: Rows, x: int, place: Place) -> list[Registers]:
     """Load a row's coordinates of the value of a thread's key x."""
     p = len(form.widths) - 1
-    row = rows.levels(p, r.add(r.mul(place.quad, EACH), x))
-    return load_share(row, form.widths[p], form.bits[p], place.row, ROWS)
+    row = rows.levels(p, r.mul(place.quad, EACH), x)
+    return load_share(row, form.widths[p], form.bits[p], place.row, form.value_share)
 
 
 def _scores(
@@ -129,18 +130,17 @@ def _scores(
     return scores
 
 
-def load_share(row: Any, C: int, bits: int, thread: Register, threads: int) -> list[Registers]:
-    """Load a thread's share of a row: C / `threads` consecutive coordinates, as words of each bit plane."""
+def load_share(row: Any, C: int, bits: int, thread: Register, count: int) -> list[Registers]:
+    """Load `count` consecutive coordinates of a row of C, a thread's share, as words of each bit plane."""
     found, begin = [], 0
     for plane in bit_planes(bits):
-        share = C * plane // threads
+        share, of_plane = count * plane, r.at(row, begin)
         if share % 8 == 0:
-            first = r.add(r.mul(thread, share // 8), begin)
-            found.append(r.load_words(r.at(row, first), share // 8))
+            found.append(r.load_words(r.at(of_plane, r.mul(thread, share // 8)), share // 8))
         else:
             # In one-bit planes every second share begins in the middle of a byte.
-            first = r.add(r.shr(r.mul(thread, share), 3), begin)
-            loads = [r.load_words(r.at(row, r.add(first, i)), 1)[0] for i in range(share // 8 + 1)]
+            own = r.at(of_plane, r.shr(r.mul(thread, share), 3))
+            loads = [r.load_words(r.at(own, i), 1)[0] for i in range(share // 8 + 1)]
             words: Registers = [0] * (len(loads) // 4 + 2)
             for i, byte in enumerate(loads):
                 words[i // 4] = r.or_(words[i // 4], r.shl(byte, 8 * (i % 4)))
@@ -166,10 +166,11 @@ def _correct(
     """
     *scores, scales = numbers
     special: Register = 0
+    # The highest bit of a byte is set if the byte, or one below it, is NaN; or zero, for values.
     for word in itertools.chain(*packed):
-        for x in (word, r.sub(-1, word)):
-            # The highest bit of a byte is set if the byte, or one below it, is zero.
-            special = r.or_(special, r.and_(r.sub(x, 0x01010101), r.sub(-1, x)))
+        special = r.or_(special, r.and_(r.sub(_wrapped(0xFEFEFEFE), word), word))
+    for word in packed[-1]:
+        special = r.or_(special, r.and_(r.sub(word, 0x01010101), r.sub(-1, word)))
     is_special = r.less(0, r.and_(special, 0x80808080 - 2**32))
 
     def correct() -> Registers:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from kernels_pallas import registers as r
-from kernels_pallas.quantized.byte_levels import key_coordinates
+from kernels_pallas.quantized.byte_levels import QUADS, key_coordinates, key_share
 from kernels_pallas.registers import Register, Registers
 
-ROWS, QUADS, WARPS = 8, 4, 4
+ROWS, WARPS = 8, 4
 KEYS = 32
 """Keys of one warp in a step."""
 EACH = KEYS // QUADS
@@ -54,14 +54,24 @@ class Form(NamedTuple):
         return self.widths[-1] // ROWS
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Coordinates that a quad has of each plane of keys. The last quads may have none."""
+        return tuple(key_share(self.widths[p], self.bits[p]) for p in self.key_planes)
+
+    @property
     def words(self) -> tuple[int, ...]:
         """Words of a query's high bytes in each plane of keys, an even number."""
-        return tuple(_words_of(self.widths[p] // QUADS, self.bits[p]) for p in self.key_planes)
+        return tuple(_words_of(self.shares[p], self.bits[p]) for p in self.key_planes)
 
     @property
     def steps(self) -> int:
         """Products of all coordinates of the keys with the queries of a tile."""
         return sum(self.words) // 2
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of 32 · 4 integers of the arranged queries, with one for their offsets and factors."""
+        return self.tiles * self.steps + 1
 
     @property
     def query_sizes(self) -> list[tuple[int, Any]]:
@@ -83,13 +93,13 @@ class Rows(NamedTuple):
     """Keys of a step, as functions of the thread.
 
     Attributes:
-      levels: pointer to the row of plane p of key x of the warp.
+      levels: pointer to the row of a plane of one of the warp's keys: the sum of a register and a number.
       scales: words with the scales of the keys 8i to 8i + 7 in plane p.
       gains: what base-2 scores of a query head gain with the keys 8i to 8i + 7, or None.
       visible: whether the keys 8i to 8i + 7 count.
     """
 
-    levels: Callable[[int, Register], Any]
+    levels: Callable[[int, Register, int], Any]
     scales: Callable[[int], Registers]
     gains: Callable[[Register], Registers] | None
     visible: Callable[[], Registers]

@@ -4,9 +4,8 @@ from typing import Any
 
 from kernels_pallas import registers as r
 from kernels_pallas.common import LOG2_E
-from kernels_pallas.quantized.byte_levels import factor_of
+from kernels_pallas.quantized.byte_levels import QUADS, factor_of
 from kernels_pallas.quantized.warp_layout import (
-    QUADS,
     ROWS,
     WARPS,
     Form,

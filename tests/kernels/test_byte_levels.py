@@ -8,7 +8,14 @@ import plain_registers
 import pytest
 
 from kernels_pallas.quantized import byte_levels, warp_attention
-from kernels_pallas.quantized.byte_levels import BITS, factor_of, key_coordinates, key_words, value_words
+from kernels_pallas.quantized.byte_levels import (
+    BITS,
+    factor_of,
+    key_coordinates,
+    key_share,
+    key_words,
+    value_words,
+)
 from zdc_jax.cache.codes.code import pack
 
 THREADS = np.arange(plain_registers.THREADS)
@@ -20,12 +27,11 @@ def plain(monkeypatch):
         monkeypatch.setattr(module, "r", plain_registers.PLAIN)
 
 
-def shares(levels: np.ndarray, bits: int, threads: int):
-    """Load a row's shares of `threads` threads, as words of each bit plane."""
+def shares(levels: np.ndarray, bits: int, thread: np.ndarray, count: int):
+    """Load a row's shares of `count` coordinates, as words of each bit plane."""
     memory = SimpleNamespace(content=pack(jnp.asarray(levels), bits))
     row = plain_registers.Pointer(memory, jnp.zeros(THREADS.shape, jnp.int32))
-    thread = jnp.asarray(THREADS % threads, jnp.uint32)
-    return warp_attention.load_share(row, levels.size, bits, thread, threads)
+    return warp_attention.load_share(row, levels.size, bits, jnp.asarray(thread, jnp.uint32), count)
 
 
 def bytes_of(word) -> np.ndarray:
@@ -37,13 +43,16 @@ def bytes_of(word) -> np.ndarray:
 @pytest.mark.matrix
 def test_words_of_a_key_have_its_coordinates(C, bits):
     levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
-    words, places = list(key_words(shares(levels, bits, 4), bits)), key_coordinates(C // 4, bits)
+    count = key_share(C, bits)
+    assert C % count == 0
+    quad = THREADS % (C // count)
+    words, places = list(key_words(shares(levels, bits, quad, count), bits)), key_coordinates(count, bits)
     assert len(words) == len(places)
-    there = places[places < C // 4]
-    np.testing.assert_array_equal(np.sort(there), np.arange(C // 4))
+    there = places[places < count]
+    np.testing.assert_array_equal(np.sort(there), np.arange(count))
     for word, of_word in zip(words, places, strict=True):
-        inside = of_word < C // 4
-        expected = levels[(THREADS % 4 * (C // 4))[:, None] + np.where(inside, of_word, 0)]
+        inside = of_word < count
+        expected = levels[(quad * count)[:, None] + np.where(inside, of_word, 0)] << 8 - bits
         np.testing.assert_array_equal(bytes_of(word)[:, inside], expected[:, inside])
 
 
@@ -52,7 +61,7 @@ def test_words_of_a_key_have_its_coordinates(C, bits):
 @pytest.mark.matrix
 def test_words_of_values_have_four_keys(Z, bits):
     levels = np.random.default_rng(bits).integers(0, 2**bits, (4, Z)).astype(np.uint8)
-    planes = list(zip(*(shares(of_key, bits, 8) for of_key in levels), strict=True))
+    planes = list(zip(*(shares(of_key, bits, THREADS % 8, Z // 8) for of_key in levels), strict=True))
     found = value_words(planes, Z // 8, bits)
     for c, word in enumerate(found):
         expected = levels[:, THREADS % 8 * (Z // 8) + c].T
