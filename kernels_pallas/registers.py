@@ -6,6 +6,7 @@ Pallas kernel: arrays of R·128 elements are R registers of each thread of a war
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -308,13 +309,13 @@ def at_row(pointer: Any, row: Register, size: int) -> Any:
     return utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
 
 
-def load_words(pointer: Any, size: int) -> Registers:
-    """Load `size` bytes as words, in the largest loads that divide the size; other bytes are zeros.
+def load_words(pointer: Any, size: int, aligned: int = PIECES[0]) -> Registers:
+    """Load `size` bytes as words, in the largest loads that divide the size and `aligned`.
 
-    The pointer is aligned to such a load.
+    The pointer is aligned to such a load. Bytes of the last word that are not loaded are zeros.
     """
     i32 = ir.IntegerType.get_signless(32)
-    piece = next(piece for piece in PIECES if size % piece == 0)
+    piece = next(piece for piece in PIECES if math.gcd(size, aligned) % piece == 0)
     if piece >= 4:
         several = ir.VectorType.get((piece // 4,), i32)
         loads = [llvm.load(several, at(pointer, begin)) for begin in range(0, size, piece)]

@@ -14,6 +14,7 @@ All results of a warp are relative to its own running maximum. The four warps me
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ def load_share(row: Any, C: int, bits: int, thread: Register, count: int) -> lis
     for plane in bit_planes(bits):
         share, of_plane = count * plane, r.at(row, begin)
         if share % 8 == 0:
-            found.append(r.load_words(r.at(of_plane, r.mul(thread, share // 8)), share // 8))
+            own, aligned = r.at(of_plane, r.mul(thread, share // 8)), math.gcd(C * bits // 8, begin)
+            found.append(r.load_words(own, share // 8, aligned))
         else:
             # In one-bit planes every second share begins in the middle of a byte.
             own = r.at(of_plane, r.shr(r.mul(thread, share), 3))

@@ -3,6 +3,7 @@
 Integers are uint32. Memory is read as bytes when a function begins, and written when it ends.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -119,9 +120,9 @@ def _at(pointer: Pointer, offset: Any) -> Pointer:
     return Pointer(pointer.memory, pointer.offset + _signed(offset))
 
 
-def _load_words(pointer: Pointer, size: int) -> Any:
+def _load_words(pointer: Pointer, size: int, aligned: int = PIECES[0]) -> Any:
     if not isinstance(pointer.offset, jax.core.Tracer):
-        piece = next(piece for piece in PIECES if size % piece == 0)
+        piece = next(piece for piece in PIECES if math.gcd(size, aligned) % piece == 0)
         assert (pointer.offset % piece == 0).all()
         assert (pointer.offset >= 0).all()
         assert (pointer.offset + size <= pointer.memory.content.size).all()

@@ -28,9 +28,10 @@ def plain(monkeypatch):
 
 
 def shares(levels: np.ndarray, bits: int, thread: np.ndarray, count: int):
-    """Load a row's shares of `count` coordinates, as words of each bit plane."""
-    memory = SimpleNamespace(content=pack(jnp.asarray(levels), bits))
-    row = plain_registers.Pointer(memory, jnp.zeros(THREADS.shape, jnp.int32))
+    """Load shares of `count` coordinates of the second of three equal rows, as words of each bit plane."""
+    row = pack(jnp.asarray(levels), bits)
+    memory = SimpleNamespace(content=jnp.tile(row, 3))
+    row = plain_registers.Pointer(memory, jnp.full(THREADS.shape, row.size, jnp.int32))
     return warp_attention.load_share(row, levels.size, bits, jnp.asarray(thread, jnp.uint32), count)
 
 
