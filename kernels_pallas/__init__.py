@@ -30,11 +30,11 @@ from kernels_pallas.quantized.put_near import put_near as put_near
 from kernels_pallas.quantized.queries import arrange_gains as arrange_gains
 from kernels_pallas.quantized.round_tokens import Rounded as Rounded
 from kernels_pallas.quantized.round_tokens import round_tokens as round_tokens
-from kernels_pallas.quantized.turn_and_store import Stored as Stored
-from kernels_pallas.quantized.turn_and_store import TurnedQueries as TurnedQueries
-from kernels_pallas.quantized.turn_and_store import Turning as Turning
-from kernels_pallas.quantized.turn_and_store import join_heads as join_heads
 from kernels_pallas.quantized.turn_and_store import turn_and_store as turn_and_store
+from kernels_pallas.quantized.turn_inputs import Stored as Stored
+from kernels_pallas.quantized.turn_inputs import TurnedQueries as TurnedQueries
+from kernels_pallas.quantized.turn_inputs import Turning as Turning
+from kernels_pallas.quantized.turn_inputs import join_heads as join_heads
 from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import dequantise_refusal as dequantise_refusal
@@ -51,6 +51,7 @@ from kernels_pallas.refusals import turn_and_store_refusal as turn_and_store_ref
 from kernels_pallas.rope.post_rope import TILE_TOKENS as TILE_TOKENS
 from kernels_pallas.rope.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.rope.post_rope import post_rope as post_rope
+from kernels_pallas.rope.score_blocks import MeanTurns as MeanTurns
 from kernels_pallas.rope.score_blocks import score_blocks as score_blocks
 from kernels_pallas.select.largest import largest as largest
 from kernels_pallas.select.scan import index_scores as index_scores

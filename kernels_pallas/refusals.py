@@ -17,7 +17,7 @@ from kernels_pallas.quantized.encode import check_encode
 from kernels_pallas.quantized.inputs import check_coded
 from kernels_pallas.quantized.put_near import check_put_near
 from kernels_pallas.quantized.round_tokens import check_round_tokens
-from kernels_pallas.quantized.turn_and_store import check_turn_and_store
+from kernels_pallas.quantized.turn_inputs import check_turn_and_store
 from kernels_pallas.rope.post_rope import checked_launch
 from kernels_pallas.rope.score_blocks import check_score_blocks
 from kernels_pallas.select.inputs import check_largest

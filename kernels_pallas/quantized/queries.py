@@ -2,7 +2,7 @@
 
 The query heads of a KV head are rows of tensor-core products, [B, K, columns, C]. Missing heads are zeros.
 What scores gain in a block of keys has the same columns, [B, K, blocks, columns], in base 2. For single
-tokens, `turn_and_store` and `score_blocks` write these forms, so that no other kernel arranges them.
+tokens, `turn_and_store` writes these forms, so that no other kernel arranges them.
 """
 
 import jax.numpy as jnp

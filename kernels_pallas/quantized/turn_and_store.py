@@ -4,6 +4,7 @@
     G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
     planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
     planes of the store, and ring: values of one KV head: quantize → plane or ring
+    tiles of blocks, G times:      what scores of one head gain in 64 blocks, if keys leave out their mean
 
 A program with C coordinates of a query or key reads 2 H C bytes of a basis and computes 2 H C FLOP. All
 programs of a KV head and sequence have at most (G + 2)·2 H² of each. Only 4 H² bytes of the bases differ.
@@ -26,7 +27,6 @@ do the work.
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,59 +36,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import LOG2_E
 from kernels_pallas.lowering import lower_once
+from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.encode import coded_token, packed
-from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Arrays, Plane, rows_of
 from kernels_pallas.quantized.queries import columns_of
-from kernels_pallas.triton import check_back_end, check_offsets, in_pages, plt
-
-HEADS = (32, 64, 128, 256)
-"""Allowed head dimensions: their halves are powers of two, as Triton requires."""
-
-
-class Turning(NamedTuple):
-    """Rotary embedding and basis of new queries and keys.
-
-    Attributes:
-      cos: cosines of the rotary angles, [B, H/2] float32.
-      sin: sines of the rotary angles, [B, H/2] float32.
-      q: basis of queries, [K, H, H], as in `post_rope`.
-      k: basis of keys, [K, H, H].
-    """
-
-    cos: Array
-    sin: Array
-    q: Array
-    k: Array
-
-
-class Stored(NamedTuple):
-    """Cache of keys, or of values.
-
-    Attributes:
-      planes: planes of the store, for the first coordinates one after another.
-      ring: ring of near tokens, [B, K, M, all coordinates], in 16 bits or in one plane of integers. It may
-        have more sequences than there are tokens, whose rings are left as they are.
-    """
-
-    planes: Sequence[Plane]
-    ring: Array | Plane
-
-
-class TurnedQueries(NamedTuple):
-    """Queries after rotary embedding and basis.
-
-    Attributes:
-      plain: queries, [B, N, H].
-      far: queries arranged by KV head (`arrange_queries`) for the store, [B, K, columns, coordinates].
-      near: queries arranged for the ring; None if the ring has 16 bits.
-    """
-
-    plain: Array
-    far: Array
-    near: Array | None = None
+from kernels_pallas.quantized.turn_inputs import Stored, TurnedQueries, Turning, check_turn_and_store
+from kernels_pallas.rope.score_blocks import BLOCKS_OF_ONE, MeanTurns, score_token
+from kernels_pallas.triton import in_pages, plt
 
 
 class _Stored(NamedTuple):
@@ -101,7 +57,7 @@ class _Stored(NamedTuple):
 class _Operands(NamedTuple):
     """Arrays of a launch except those that are written, or references to them.
 
-    `table` and `first_ring` [1] may be None.
+    `table`, `first_ring` [1] and `means` may be None.
     """
 
     heads: Sequence[Any]
@@ -113,6 +69,7 @@ class _Operands(NamedTuple):
     ends: Any
     table: Any
     first_ring: Any
+    means: Any
 
 
 class _Form(NamedTuple):
@@ -146,7 +103,7 @@ class _Form(NamedTuple):
 class _Geometry(NamedTuple):
     """Static shape of a launch.
 
-    `near` is sinks and window.
+    `near` is sinks and window. `scale` is that of the scores.
     """
 
     S: int
@@ -155,17 +112,12 @@ class _Geometry(NamedTuple):
     near: tuple[int, int]
     k: _Form
     v: _Form
+    scale: float
 
-
-def join_heads(
-    q: Float[Array, "*B N H"], k: Float[Array, "*B K H"], v: Float[Array, "*B K Hv"]
-) -> list[Array]:
-    """Return the heads of new tokens as `turn_and_store` reads them: in one array if all are equally wide.
-
-    XLA copies its products into that array once. Duplicate a single token before them: a vector product would
-    be summed within the concatenation, slowly, one element per thread.
-    """
-    return [jnp.concatenate([q, k, v], axis=-2)] if q.shape[-1] == v.shape[-1] else [q, k, v]
+    @property
+    def programs(self) -> int:
+        """Programs of a KV head and sequence, except those for gains."""
+        return self.G + self.k.programs + self.v.programs
 
 
 def turn_and_store(
@@ -180,6 +132,8 @@ def turn_and_store(
     window: int,
     block_table: Int[Array, "B pages"] | None = None,
     first_ring: Int[Array, ""] | None = None,
+    means: MeanTurns | None = None,
+    scale: float = 1.0,
     interpret: bool = False,
 ) -> tuple[TurnedQueries, Stored, Stored]:
     """Rotate new queries and keys, and store keys and values; other slots keep their contents.
@@ -200,6 +154,8 @@ def turn_and_store(
       block_table: table of pools of pages (`Plane`) of any size, for the stores. A token with an invalid
         entry is not written there. Rings are not paged.
       first_ring: ring of the first sequence; the others' follow. Default 0.
+      means: mean that keys have left out, for the gains of the scores; default none.
+      scale: factor on the scores, and thus on the gains.
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -221,6 +177,7 @@ def turn_and_store(
         window=window,
         block_table=block_table,
         first_ring=first_ring,
+        means=means,
     )
     forms = _form(k_stored), _form(v_stored)
     arrays = _arrays(k_stored), _arrays(v_stored)
@@ -232,103 +189,14 @@ def turn_and_store(
         ends,
         block_table,
         first_ring,
+        means,
         forms=forms,
         near=(sinks, window),
+        scale=scale,
         interpret=interpret,
     )
     k_stored, v_stored = (_stored(*pair) for pair in zip(forms, found, strict=True))
     return queries, k_stored, v_stored
-
-
-def check_turn_and_store(
-    heads: Sequence[Shaped],
-    turning: Turning,
-    k_stored: Stored,
-    v_stored: Stored,
-    starts: Shaped,
-    ends: Shaped,
-    *,
-    sinks: int,
-    window: int,
-    block_table: Shaped | None = None,
-    first_ring: Shaped | None = None,
-) -> None:
-    """Check the arguments of `turn_and_store`; errors are those it documents."""
-    common.check_device()
-    check_back_end()
-    K, H = turning.k.shape[:2]
-    k, Hv = _check_heads(heads, K, H)
-    B, N = k.shape[0], max(0, heads[0].shape[1] - (2 * K if len(heads) == 1 else 0))
-    for name in ("cos", "sin"):
-        common.check_shape(f"turning.{name}", getattr(turning, name), (B, H // 2), "B, H/2")
-    for name in ("q", "k"):
-        basis = getattr(turning, name)
-        common.check_shape(f"turning.{name}", basis, (K, H, H), "K, H, H")
-        if basis.dtype not in (jnp.float16, k.dtype):
-            raise ValueError(
-                f"turning.{name} has dtype {basis.dtype}: must be float16 or {k.dtype}, as k has"
-            )
-    for name, stored in (("k_stored", k_stored), ("v_stored", v_stored)):
-        if not stored.planes:
-            raise ValueError(f"{name}.planes={stored.planes}: must be at least one")
-    lead, _, slots = k_stored.planes[0].reach.shape
-    if block_table is not None:
-        common.check_table(block_table, B, k_stored.planes[0].reach, 1)
-    common.check_sizes(B=B, N=N, S=slots)
-    tokens = B if block_table is None else lead, K, slots
-    for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, Hv)):
-        for i, plane in enumerate(stored.planes):
-            check_plane(f"{name}.planes[{i}]", plane, tokens)
-            check_offsets(f"{name}.planes[{i}]", plane)
-        if (taken := sum(plane.width for plane in stored.planes)) > width:
-            raise ValueError(f"{name}.planes take {taken} coordinates: must be at most {width}")
-        _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
-    for name, row in (("starts", starts), ("ends", ends)):
-        common.check_integers(name, row, (B,), "B")
-    if first_ring is not None:
-        common.check_integers("first_ring", first_ring, (), "")
-
-
-def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
-    """Return an array with keys, and the width of values; raise `ValueError` for wrong heads."""
-    if H not in HEADS:
-        raise ValueError(f"turning.k has {H} coordinates: must be one of {HEADS}")
-    if len(heads) == 1:
-        (x,) = heads
-        common.check_shape("heads[0]", x, (None, None, H), "B, N + 2K, H")
-        common.check_dtypes(**{"heads[0]": x})
-        common.check_groups(max(0, x.shape[1] - 2 * K), K)
-        return x, H
-    if len(heads) != 3:
-        raise ValueError(f"heads has {len(heads)} arrays: must be 1, or 3 of queries, keys and values")
-    q, k, v = heads
-    common.check_shape("heads[0]", q, (None, None, H), "B, N, H")
-    common.check_shape("heads[1]", k, (q.shape[0], K, H), "B, K, H")
-    common.check_shape("heads[2]", v, (q.shape[0], K, None), "B, K, Hv")
-    common.check_dtypes(**{f"heads[{i}]": x for i, x in enumerate(heads)})
-    common.check_groups(q.shape[1], K)
-    return k, v.shape[2]
-
-
-def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:
-    """Raise `ValueError` for a ring that does not fit these B, K, sinks, window and coordinates."""
-    B, K, sinks, window, width = sizes
-    slots = (ring.reach if isinstance(ring, Plane) else ring).shape[2]
-    if sinks < 0 or window < 0 or sinks + window > slots:
-        raise ValueError(
-            f"sinks={sinks}, window={window}: must be 0 to {slots} together, the slots of {name}"
-        )
-    rows = max(B, (ring.reach if isinstance(ring, Plane) else ring).shape[0])
-    if isinstance(ring, Plane):
-        check_plane(name, ring, (rows, K, slots))
-        check_offsets(name, ring)
-        if ring.width != width:
-            raise ValueError(f"{name} has {ring.width} coordinates: must be {width}")
-        return
-    common.check_shape(name, ring, (rows, K, slots, width), "B, K, M, coordinates")
-    common.check_dtypes(k=k, **{name: ring})
-    if (size := 2 * math.prod(ring.shape)) > 2**31:
-        raise ValueError(f"{name} has {size} bytes: must be at most 2^31")
 
 
 def _form(stored: Stored) -> _Form:
@@ -350,7 +218,7 @@ def _stored(form: _Form, arrays: _Stored) -> Stored:
     return Stored(planes, ring if form.ring == 16 else Plane(ring.levels, ring.reach, form.ring))
 
 
-@lower_once("forms", "near", "interpret")
+@lower_once("forms", "near", "scale", "interpret")
 def _launch(
     heads: list[Array],
     turning: Turning,
@@ -359,9 +227,11 @@ def _launch(
     ends: Array,
     block_table: Array | None,
     first_ring: Array | None,
+    means: MeanTurns | None,
     *,
     forms: tuple[_Form, _Form],
     near: tuple[int, int],
+    scale: float,
     interpret: bool,
 ) -> tuple[TurnedQueries, _Stored, _Stored]:
     """Launch `turn_and_store` on checked arguments."""
@@ -373,6 +243,7 @@ def _launch(
         near=near,
         k=forms[0],
         v=forms[1],
+        scale=scale,
     )
     operands = _Operands(
         heads=heads,
@@ -384,16 +255,21 @@ def _launch(
         ends=ends.astype(jnp.int32),
         table=block_table,
         first_ring=None if first_ring is None else first_ring.astype(jnp.int32).reshape(1),
+        means=means,
     )
-    arranged = [(B, K, columns_of(g.G), count) for count in g.k.read_by(H)]
-    shapes: list[Any] = [jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged)]
+    columns, blocks = columns_of(g.G), 0 if means is None else means.turns.shape[0]
+    arranged = [(B, K, columns, count) for count in g.k.read_by(H)]
+    plain, *rest = (jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged))
+    queries = TurnedQueries(plain, *rest)
+    if blocks:
+        queries = queries._replace(gains=jax.ShapeDtypeStruct((B, K, blocks, columns), jnp.float32))
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    first, count = len(jax.tree.leaves(operands)), len(jax.tree.leaves(arrays))
+    first, before, count = (len(jax.tree.leaves(x)) for x in (operands, queries, arrays))
     return pl.pallas_call(
         functools.partial(_kernel, g=g),
-        out_shape=(TurnedQueries(*shapes), *stored),
-        grid=(K, B, g.G + g.k.programs + g.v.programs),
-        input_output_aliases={first + i: len(shapes) + i for i in range(count)},
+        out_shape=(queries, *stored),
+        grid=(K, B, g.programs + g.G * pl.cdiv(blocks, BLOCKS_OF_ONE)),
+        input_output_aliases={first + i: before + i for i in range(count)},
         compiler_params=plt.CompilerParams(num_warps=max(4, H // 32)),
         interpret=interpret,
         name="zdc_turn_and_store",
@@ -424,7 +300,7 @@ def _store_share(
         x = token.turn(q_ref, head, refs.q_basis, kv, (0, g.H))
         column = lax.iota(jnp.int32, g.H)
         plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
-        for out in queries[1 : 1 + len(g.k.read_by(g.H))]:
+        for out in (queries.far, queries.near)[: len(g.k.read_by(g.H))]:
             token.put_arranged(out, kv, part, x.astype(out.dtype))
             token.fill_missing(out, kv, part, g.G)
 
@@ -439,10 +315,28 @@ def _store_share(
         x = plt.load(v_ref.at[token.b, first_v + kv, begin + column], mask=column < width, other=0.0)
         _put(token.find_places(v_stored, g), kv, x, width, g.v, v_stored, index)
 
+    if refs.means is not None:
+        put_gains = functools.partial(_put_gains, token, q_ref, kv, part - g.programs, queries.gains, g)
+        pl.when(part >= g.programs)(put_gains)
     for index in range(g.k.programs):
         pl.when(part == g.G + index)(functools.partial(put_keys, index))
     for index in range(g.v.programs):
         pl.when(part == g.G + g.k.programs + index)(functools.partial(put_values, index))
+
+
+def _put_gains(token: "_Token", q_ref: Any, kv: Array, part: Array, out: Any, g: _Geometry) -> None:
+    """Store what the scores of a query head gain in a tile of blocks."""
+    start, (blocks, columns) = token.refs.starts[token.b], out.shape[2:]
+    member, first = lax.rem(part, jnp.int32(g.G)), lax.div(part, jnp.int32(g.G)) * BLOCKS_OF_ONE
+
+    @pl.when(first * GAIN_BLOCK <= start)
+    def _() -> None:
+        block = first + lax.iota(jnp.int32, BLOCKS_OF_ONE)
+        score = score_token(token.refs.means, q_ref, (token.b, kv * g.G + member), kv, start, block)
+        plt.store(out.at[token.b, kv, block, member], g.scale * LOG2_E * score, mask=block < blocks)
+        for column in range(g.G, columns, g.G):  # Missing heads get zeros.
+            mask = (block < blocks) & (member + column < columns)
+            plt.store(out.at[token.b, kv, block, member + column], jnp.zeros_like(score), mask=mask)
 
 
 class _Places(NamedTuple):

@@ -20,9 +20,8 @@ JAX plans to drop Pallas' Triton back end. Without it `check_score_blocks` raise
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,10 +30,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, Shaped
+from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
-from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.triton import check_back_end, plt
 
 BLOCKS = 128
@@ -51,9 +49,25 @@ MOST_SCORES = 2**31
 """Largest number of scores, because Triton's offsets have 32 bits."""
 
 
-@lower_once("scale", "num_heads", "arranged", "interpret")
+class MeanTurns(NamedTuple):
+    """Mean of the keys, and what turns its products with queries, as complex numbers in float32.
+
+    Real parts of all pairs come first, then imaginary parts.
+
+    Attributes:
+      mean: mean m of the keys before the rotary embedding, [K, H].
+      in_block: turns from the center of a block to each of its positions, [64, H].
+      turns: factors for distances of 0, 1, … blocks, conjugated, [blocks, H]. Those of distance 0 are zeros.
+    """
+
+    mean: Any
+    in_block: Any
+    turns: Any
+
+
+@lower_once("scale", "interpret")
 def score_blocks(
-    q: Float[Array, "B T _ H"],
+    q: Float[Array, "B T N H"],
     mean: Float[Array, "K H"],
     in_block: Float[Array, "64 H"],
     turns: Float[Array, "blocks H"],
@@ -61,25 +75,16 @@ def score_blocks(
     *,
     scale: float,
     ends: Int[Array, " B"] | None = None,
-    num_heads: int | None = None,
-    arranged: bool = False,
     interpret: bool = False,
-) -> Float[Array, "B N blocks T"] | Float[Array, "B K blocks columns"]:
-    """Return scale · q·m̄ · in_block[t] · turns[d] for each block, d blocks away from that of t.
-
-    Factors are complex: real parts of all pairs come first, then imaginary parts. The real part is returned.
+) -> Float[Array, "B N blocks T"]:
+    """Return the real part of scale · q·m̄ · in_block[t] · turns[d] for each block, d blocks from that of t.
 
     Args:
       q: queries before the rotary embedding, [B, T, N, H] in a float dtype.
-      mean: mean m of the keys before the rotary embedding, float32.
-      in_block: turns from the center of a block to each of its positions, float32.
-      turns: factors for distances of 0, 1, … blocks, conjugated, float32. Those of distance 0 are zeros.
+      mean: as in `MeanTurns`, like `in_block` and `turns`.
       starts: position of the first query of each sequence, int32; others follow.
       scale: factor on the scores.
       ends: position at which padding begins, int32; default no padding. Padding may have any finite scores.
-      num_heads: number of query heads N, if further heads follow them in `q`.
-      arranged: whether to write scores of single queries as gains of the kernel for quantized keys
-        (`arrange_gains`).
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -90,22 +95,20 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(q, mean, in_block, turns, starts, ends=ends, num_heads=num_heads, arranged=arranged)
-    (B, T), N = q.shape[:2], num_heads or q.shape[2]
-    K, blocks = mean.shape[0], turns.shape[0]
-    shape = (B, K, blocks, columns_of(N // K)) if arranged else (B, N, blocks, T)
+    check_score_blocks(q, mean, in_block, turns, starts, ends=ends)
+    (B, T, N), blocks = q.shape[:3], turns.shape[0]
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
     each = BLOCKS_OF_ONE if T == 1 else BLOCKS
     span = [x.astype(jnp.int32) for x in (starts, starts + T if ends is None else ends)]
     return pl.pallas_call(
-        functools.partial(_kernel, N=N, scale=scale, arranged=arranged, each=each),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        functools.partial(_kernel, scale=scale, each=each),
+        out_shape=jax.ShapeDtypeStruct((B, N, blocks, T), jnp.float32),
         grid=(tiles * pl.cdiv(blocks, each), N, B),
         compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
-    )(span, q, mean, in_block, [turns] if T == 1 else split_in_two(turns))
+    )(span, q, MeanTurns(mean, in_block, [turns] if T == 1 else split_in_two(turns)))
 
 
 def split_in_two(x: Float[Array, "..."]) -> list[Array]:
@@ -126,106 +129,108 @@ def check_score_blocks(
     starts: Shaped,
     *,
     ends: Shaped | None = None,
-    num_heads: int | None = None,
-    arranged: bool = False,
 ) -> None:
     """Check the arguments of `score_blocks`; errors are those it documents."""
     common.check_device()
     check_back_end()
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, T, heads, H = q.shape
-    N = heads if num_heads is None else num_heads
-    if not 0 < N <= heads:
-        raise ValueError(f"num_heads={num_heads}: must be from 1 to {heads}, the heads of q")
-    common.check_shape("mean", mean, (None, H), "K, H")
+    B, T, N, H = q.shape
+    check_turns(MeanTurns(mean, in_block, turns), H)
     common.check_groups(N, mean.shape[0])
-    common.check_shape("in_block", in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
-    common.check_shape("turns", turns, (None, H), "blocks, H")
     common.check_integers("starts", starts, (B,), "B")
     if ends is not None:
         common.check_integers("ends", ends, (B,), "B")
-    common.check_sizes(B=B, T=T, N=N, blocks=turns.shape[0])
+    common.check_sizes(B=B, T=T, N=N)
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
-    for name, x in (("mean", mean), ("in_block", in_block), ("turns", turns)):
+    check_count(B * T * N, turns)
+
+
+def check_turns(means: MeanTurns, H: int) -> None:
+    """Raise `ValueError` unless kernels can turn products of H coordinates."""
+    common.check_shape("mean", means.mean, (None, H), "K, H")
+    common.check_shape("in_block", means.in_block, (GAIN_BLOCK, H), f"{GAIN_BLOCK}, H")
+    common.check_shape("turns", means.turns, (None, H), "blocks, H")
+    common.check_sizes(blocks=means.turns.shape[0])
+    for name, x in means._asdict().items():
         if x.dtype != jnp.float32:
             raise ValueError(f"{name} has dtype {x.dtype}: must be float32")
     if H % 2 or H < 2:
         raise ValueError(f"{H=}: must be a multiple of 2")
-    if arranged and T > 1:
-        raise ValueError(f"arranged={arranged} with {T} tokens per sequence: must be False")
-    K = mean.shape[0]
-    columns = K * columns_of(N // K) if arranged else N
-    if (count := math.prod((B, T, columns, turns.shape[0]))) > MOST_SCORES:
+
+
+def check_count(queries: int, turns: Shaped) -> None:
+    """Raise `ValueError` for more scores than Triton can address."""
+    if (count := queries * turns.shape[0]) > MOST_SCORES:
         raise ValueError(f"B·T·N·blocks = {count}: must be at most 2^31, because Triton has 32-bit offsets")
 
 
+def load_pairs(ref: Any, rows: tuple[Any, ...], there: Any, pairs: Array) -> list[Array]:
+    """Load the real and the imaginary parts of rows, [rows, pairs] each; zeros unless `there`."""
+    half = ref.shape[-1] // 2
+    mask = there & (pairs < half)
+    return [plt.load(ref.at[*rows, pairs + i * half], mask=mask, other=0.0) for i in (0, 1)]
+
+
+def multiply_mean(q: Sequence[Array], mean: Sequence[Array], turn: Sequence[Array]) -> list[Array]:
+    """Return the products of queries with the mean, at their positions in the block, in float32."""
+    (q1, q2), (m1, m2), (cos, sin) = (x.astype(jnp.float32) for x in q), mean, turn
+    real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+    return [real * cos - imaginary * sin, imaginary * cos + real * sin]
+
+
+def score_token(
+    means: MeanTurns, q_ref: Any, head: tuple[Any, ...], kv: Any, start: Array, block: Array
+) -> Array:
+    """Return what the scores of a single query at position `start` gain in some blocks, without a scale.
+
+    Args:
+      means: references.
+      q_ref: queries.
+      head: place of the query in `q_ref`.
+      kv: its KV head.
+      start: its position.
+      block: numbers of the blocks.
+    """
+    blocks, H = means.turns.shape
+    pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(H // 2))), 1)
+    distance = jnp.clip(lax.div(start, jnp.int32(GAIN_BLOCK)) - block, 0, blocks - 1)[:, None]
+    turns = load_pairs(means.turns, (distance,), (block < blocks)[:, None], pairs)
+    turn = load_pairs(means.in_block, (lax.rem(start, jnp.int32(GAIN_BLOCK)),), True, pairs)
+    mean = load_pairs(means.mean, (kv,), True, pairs)
+    products = multiply_mean(load_pairs(q_ref, head, True, pairs), mean, turn)
+    return functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(turns, products, strict=True)))
+
+
 def _kernel(
-    span_refs: Sequence[Any],
-    q_ref: Any,
-    mean_ref: Any,
-    in_block_ref: Any,
-    turns_refs: Sequence[Any],
-    out_ref: Any,
-    *,
-    N: int,
-    scale: float,
-    arranged: bool,
-    each: int,
+    span_refs: Sequence[Any], q_ref: Any, means: MeanTurns, out_ref: Any, *, scale: float, each: int
 ) -> None:
-    T = q_ref.shape[1]
-    blocks, H = turns_refs[0].shape
-    half, groups = H // 2, N // mean_ref.shape[0]
+    T, N, H = q_ref.shape[1:]
+    blocks, half, groups = means.turns[0].shape[0], H // 2, N // means.mean.shape[0]
     n, b = pl.program_id(1), pl.program_id(2)
     kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
     tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
     start, end = (ref[b] for ref in span_refs)
     own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
     block = first_block + lax.iota(jnp.int32, each)
-    distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
-
-    def load_pairs(ref: Any, rows: tuple[Any, ...], there: Any, pairs: Array) -> list[Array]:
-        """Load the real and the imaginary parts of rows, [rows, pairs] each."""
-        mask = there & (pairs < half)
-        return [plt.load(ref.at[*rows, pairs + i * half], mask=mask, other=0.0) for i in (0, 1)]
-
-    def load_turns(ref: Any, pairs: Array) -> list[Array]:
-        return load_pairs(ref, (distance,), (block < blocks)[:, None], pairs)
-
-    def multiply(token: Array, there: Any, pairs: Array) -> list[Array]:
-        """Return the products of queries with the mean, at their positions in the block, in float32."""
-        offset = lax.rem(start + token, jnp.int32(GAIN_BLOCK))
-        (cos, sin), (m1, m2) = (
-            load_pairs(in_block_ref, (offset,), there, pairs),
-            load_pairs(mean_ref, (kv,), True, pairs),
-        )
-        q1, q2 = (x.astype(jnp.float32) for x in load_pairs(q_ref, (b, token, n), there, pairs))
-        real, imaginary = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-        return [real * cos - imaginary * sin, imaginary * cos + real * sin]
-
     if T == 1:
-        member, count = lax.rem(n, jnp.int32(groups)), out_ref.shape[-1]
-
-        def store(score: Array) -> None:
-            if not arranged:
-                plt.store(out_ref.at[b, n, block, 0], score, mask=block < blocks)
-                return
-            plt.store(out_ref.at[b, kv, block, member], score * LOG2_E, mask=block < blocks)
-            for column in range(groups, count, groups):  # Missing heads get zeros.
-                mask = (block < blocks) & (member + column < count)
-                plt.store(out_ref.at[b, kv, block, member + column], jnp.zeros_like(score), mask=mask)
 
         @pl.when((first_block <= own) & (start < end))
-        def _() -> None:
-            pairs = lax.broadcasted_iota(jnp.int32, (1, max(16, pl.next_power_of_2(half))), 1)
-            products = multiply(jnp.zeros((1, 1), jnp.int32), True, pairs)
-            of_blocks = load_turns(turns_refs[0], pairs)
-            parts = ((x * y).sum(1) for x, y in zip(of_blocks, products, strict=True))
-            store(scale * functools.reduce(jnp.add, parts))
+        def _score_one() -> None:
+            one = means._replace(turns=means.turns[0])
+            score = score_token(one, q_ref, (b, 0, n), kv, start, block)
+            plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
 
         return
+    distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
     there = (token >= 0) & (token < T)
+
+    def multiply(pairs: Array) -> list[Array]:
+        offset = lax.rem(start + token, jnp.int32(GAIN_BLOCK))[:, None]
+        turn = load_pairs(means.in_block, (offset,), there[:, None], pairs)
+        q = load_pairs(q_ref, (b, token[:, None], n), there[:, None], pairs)
+        return multiply_mean(q, load_pairs(means.mean, (kv,), True, pairs), turn)
 
     def store_all(scores: Array) -> None:
         needed = ((block <= own) & (block < blocks))[:, None] & there[None]
@@ -238,12 +243,14 @@ def _kernel(
     @pl.when((first_block <= own) & (own * GAIN_BLOCK < end))
     def _() -> None:
         slices = [first + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1) for first in range(0, half, PAIRS)]
-        products = [multiply(token[:, None], there[:, None], pairs) for pairs in slices]
+        products = [multiply(pairs) for pairs in slices]
         sizes = [jnp.abs(x).max(1) for x in itertools.chain(*products)]
         largest = jnp.maximum(functools.reduce(jnp.maximum, sizes), SMALLEST)
         score = jnp.zeros((each, GAIN_BLOCK), jnp.float32)
         for pairs, both in zip(slices, products, strict=True):
-            highs, lows = (load_turns(ref, pairs) for ref in turns_refs)
+            highs, lows = (
+                load_pairs(ref, (distance,), (block < blocks)[:, None], pairs) for ref in means.turns
+            )
             for high, low, product in zip(highs, lows, both, strict=True):
                 first, second = split_in_two(product * (1 / largest)[:, None])
                 for x, y in ((high, first), (high, second), (low, first)):

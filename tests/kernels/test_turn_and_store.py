@@ -11,11 +11,21 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from pages import Pool
 
-from kernels_pallas import Plane, Stored, Turning, join_heads, turn_and_store, turn_and_store_refusal
+from kernels_pallas import (
+    Plane,
+    Stored,
+    Turning,
+    arrange_gains,
+    join_heads,
+    turn_and_store,
+    turn_and_store_refusal,
+)
 from kernels_pallas.quantized.queries import columns_of
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.ops.shift import BLOCK, ShiftedQueries
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
+SCALE = 0.1
 M = WINDOW + 8
 KINDS = {
     # Coordinates and bits of planes of keys and of values, bits of the ring.
@@ -63,6 +73,15 @@ class Case:
         self.starts = np.resize([5 + WINDOW, 100, 2], B)
         self.ends = self.starts + np.resize([1, 0, 1], B)
 
+        self.slots = S
+        self.frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))
+        self.mean = jnp.asarray(20 * normal(K, H), jnp.float32)
+
+    def shift(self):
+        """Return the queries as block scores need them."""
+        rows = self.q[:, None], jnp.asarray(self.starts[:, None], jnp.int32)
+        return ShiftedQueries(*rows, self.mean, self.frequencies)
+
     def run(self, page=0, **options):
         planes, rings, (starts, ends) = self.planes, self.rings, self.span
         if page:
@@ -73,6 +92,7 @@ class Case:
             options |= {"block_table": pool.table, "first_ring": jnp.int32(len(self.ends))}
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
         given = join_heads(self.q, self.k, self.v), self.turning, *stored, starts, ends
+        options |= {"means": self.shift().mean_turns(self.slots), "scale": SCALE}
         q, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, **options)
         if page:
             rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
@@ -108,6 +128,7 @@ class Case:
         q = jax.tree.map(lambda x: x[self.ends > self.starts], q)
         near(q.plain, exact_q[self.ends > self.starts], self.q.dtype)
         self.check_arranged(q)
+        self.check_gains(q.gains)
         v = np.asarray(self.v, np.float64)
         for found, x, planes, ring in zip((keys, values), (exact_k, v), self.planes, self.rings, strict=True):
             begin = 0
@@ -140,6 +161,17 @@ class Case:
             plain = np.asarray(q.plain, np.float32).reshape(B, K, G, H)
             np.testing.assert_array_equal(heads, plain[..., :R])
             np.testing.assert_array_equal(missing, np.zeros((B, K, columns_of(G) - G, R)))
+
+    def check_gains(self, found):
+        """Assert that gains are those of whole blocks, relative to a token's own, and zeros for no heads."""
+        is_new = self.ends > self.starts
+        exact = arrange_gains(self.shift().block_scores(self.slots, SCALE)[:, 0], K)[is_new]
+        own = self.starts[is_new] // BLOCK
+        seen = np.broadcast_to((np.arange(exact.shape[2]) <= own[:, None])[:, None, :, None], exact.shape)
+        assert found.shape == exact.shape
+        size = np.abs(exact).max()
+        np.testing.assert_allclose(found[seen], exact[seen], atol=1e-5 * size)
+        assert size > 5 or not own.any()
 
     def check_plane(self, x, old, new, starts, ends):
         """Assert that new tokens are as exact as the quantizer, and that others are unchanged."""
@@ -202,6 +234,26 @@ def test_one_row():
     Case(KINDS["chosen"], B=1, G=2).check(interpret=True)
 
 
+def far_away():
+    """Return a case of gains in more than one tile of blocks. Its store is full, so only the ring changes."""
+    it = Case(KINDS["whole"], B=2, G=3)
+    it.slots = 140 * BLOCK
+    it.starts = np.array([4095, 139 * BLOCK])
+    it.ends = it.starts + 1
+    return it
+
+
+def test_gains_of_many_blocks():
+    it = far_away()
+    it.check_gains(it.run(interpret=True)[0].gains)
+
+
+@pytest.mark.gpu
+def test_gains_of_many_blocks_on_the_device():
+    it = far_away()
+    it.check_gains(it.run()[0].gains)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [0, 32])
@@ -252,6 +304,8 @@ BAD = {
     "sinks=4, window=90": lambda a: a | {"window": 90},
     "starts has shape": lambda a: a | {"starts": a["starts"][:1]},
     "first_ring has shape": lambda a: a | {"first_ring": a["starts"]},
+    "turns has shape": lambda a: a | {"means": a["means"]._replace(turns=a["means"].turns[:, :64])},
+    "means.mean has shape": lambda a: a | {"means": a["means"]._replace(mean=a["means"].mean[:1])},
 }
 
 
@@ -262,7 +316,7 @@ def test_refusals(message):
     stored = [Stored(*pair) for pair in zip(it.planes, it.rings, strict=True)]
     names = ("heads", "turning", "k_stored", "v_stored", "starts", "ends")
     given = dict(zip(names, ([it.q, it.k, it.v], it.turning, *stored, *it.span), strict=True))
-    given |= {"sinks": SINKS, "window": WINDOW}
+    given |= {"sinks": SINKS, "window": WINDOW, "means": it.shift().mean_turns(S)}
     assert turn_and_store_refusal(**given) is None
     reason = turn_and_store_refusal(**BAD[message](given))
     assert reason is not None
@@ -272,16 +326,21 @@ def test_refusals(message):
 def test_lowers_for_cuda():
     it = Case(KINDS["chosen"], G=4)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (it.q, it.k, it.v, it.turning))
-    arrays = [[plane[:2] for plane in each] for each in it.planes], it.rings, it.span
+    arrays = (
+        [[plane[:2] for plane in each] for each in it.planes],
+        it.rings,
+        it.span,
+        it.shift().mean_turns(S),
+    )
 
-    def run(q, k, v, turning, arrays, rings, span):
+    def run(q, k, v, turning, arrays, rings, span, means):
         planes = [
             [Plane(*pair, bits) for pair, (_, bits) in zip(each, kind, strict=True)]
             for each, kind in zip(arrays, (it.keys, it.values), strict=True)
         ]
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
-        heads = join_heads(q, k, v)
-        return turn_and_store(heads, turning, *stored, *span, sinks=SINKS, window=WINDOW)[0]
+        heads, options = join_heads(q, k, v), {"sinks": SINKS, "window": WINDOW}
+        return turn_and_store(heads, turning, *stored, *span, means=means, **options)[0]
 
     with on_abstract_h200():
         lowered = jax.jit(run).trace(*shapes, *arrays).lower(lowering_platforms=("cuda",))

@@ -10,7 +10,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from convert.calibration.calibrate import collect_moments, estimate_shift
-from kernels_pallas import arrange_gains, score_blocks, score_blocks_refusal
+from kernels_pallas import score_blocks, score_blocks_refusal
 from zdc_jax import methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -276,15 +276,6 @@ def test_the_kernel_scores_blocks_as_xla_does(H, T):
     largest = np.abs(want[seen]).max()
     assert largest > 5
     np.testing.assert_allclose(found[seen], want[seen], atol=1e-5 * largest)
-    if T == 1:
-        heads, options = jnp.concatenate([q, 9 + q[:, :, :3]], 2), {"num_heads": 4, "arranged": True}
-        ends = jnp.int32([starts[0] + 1, 0])  # The second sequence is idle.
-        arranged = score_blocks(
-            heads, *tables, jnp.int32(starts), scale=0.1, interpret=True, ends=ends, **options
-        )
-        own = starts[0] // BLOCK + 1
-        expected = arrange_gains(scores[:1, :, :own, 0], 2)
-        np.testing.assert_allclose(arranged[:1, :, :own], expected, rtol=3e-7)
 
 
 def test_padding_has_finite_scores():
@@ -306,24 +297,24 @@ def test_padding_has_finite_scores():
         assert is_zero.any()
 
 
-def test_arranged_scores_are_of_single_queries():
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_scores_of_wrong_tables_are_refused():
     q, row = jnp.zeros((1, 2, 4, 32)), jnp.zeros(1, jnp.int32)
-    tables = jnp.zeros((2, 32)), jnp.zeros((64, 32)), jnp.zeros((3, 32))
-    assert score_blocks_refusal(q[:, :1], *tables, row, arranged=True) is None
-    reason = score_blocks_refusal(q, *tables, row, arranged=True)
-    assert reason == "arranged=True with 2 tokens per sequence: must be False"
-    reason = score_blocks_refusal(q, *tables, row, num_heads=5)
-    assert reason == "num_heads=5: must be from 1 to 4, the heads of q"
+    mean, in_block, turns = jnp.zeros((2, 32)), jnp.zeros((64, 32)), jnp.zeros((3, 32))
+    assert score_blocks_refusal(q, mean, in_block, turns, row) is None
+    reason = score_blocks_refusal(q, mean[:, :30], in_block, turns, row)
+    assert reason == "mean has shape (2, 30): must be [K, H] = (any, 32)"
 
 
 def check_scores_of_a_large_mean(start, T, **kernel):
-    """Compare the kernel with float64 for a mean as in Qwen2.5; return the shift and the scores."""
+    """Compare the kernel with float64 for a mean as in Qwen2.5."""
     rng, blocks = np.random.default_rng(T), (start + T) // BLOCK + 2
     mean = qwen_like_mean(rng)
     q = rng.normal(size=(1, T, 4, 128)) * 3
     positions = jnp.int32(start + np.arange(T)[None])
     shift = ShiftedQueries(jnp.float32(q), positions, jnp.float32(mean), FREQUENCIES)
-    scores = score_blocks(shift.q, *shift._tables(blocks * BLOCK), positions[:, 0], scale=128**-0.5, **kernel)
+    turns = shift.mean_turns(blocks * BLOCK)
+    scores = score_blocks(shift.q, *turns, positions[:, 0], scale=128**-0.5, **kernel)
     found = np.asarray(scores.transpose(0, 3, 1, 2))
     # Float64 scores of single keys at the centers of blocks.
     centers = np.arange(blocks) * BLOCK + CENTER
@@ -335,7 +326,6 @@ def check_scores_of_a_large_mean(start, T, **kernel):
     seen = np.broadcast_to((np.arange(blocks) <= own[:, None])[:, None], want.shape)
     assert np.abs(found[0] - want)[seen].max() < 0.01
     assert np.ptp(want[seen]) > 1 or start < 1000
-    return shift, found
 
 
 @pytest.mark.parametrize("T", [1, 66])
@@ -348,8 +338,4 @@ def test_the_kernel_scores_a_large_mean_far_away(T):
 @pytest.mark.parametrize("T", [1, 2048])
 @pytest.mark.parametrize("start", [0, 100, 131072 - 4096])
 def test_the_kernel_scores_blocks_on_the_device(start, T):
-    shift, found = check_scores_of_a_large_mean(start, T)
-    if T == 1:
-        heads, slots = jnp.concatenate([shift.q, 9 + shift.q], 2), found.shape[-1] * BLOCK
-        arranged = shift.arranged_scores(heads, slots=slots, scale=128**-0.5)
-        np.testing.assert_array_equal(arranged, arrange_gains(jnp.asarray(found[:, 0]), 2))
+    check_scores_of_a_large_mean(start, T)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
+    MeanTurns,
     NearTokens,
     Plane,
     RingSnapshots,
@@ -111,7 +112,10 @@ def rotate_and_store(
     positions: Int[Array, "B 1"],
     end: Int[Array, " B"],
     near: tuple[int, int],
+    *,
     implementation: Implementation | None,
+    scale: float,
+    means: MeanTurns | None = None,
     table: Int[Array, "B pages"] | None = None,
     first: Int[Array, ""] | None = None,
 ) -> tuple[TurnedQueries, Stored, Stored] | None:
@@ -126,6 +130,8 @@ def rotate_and_store(
       end: length of each sequence.
       near: sinks and window.
       implementation: requested implementation of attention.
+      scale: factor on the scores.
+      means: mean that keys have left out; None for whole keys.
       table: block table of a paged cache.
       first: ring of the first sequence, default 0.
 
@@ -135,6 +141,7 @@ def rotate_and_store(
     """
     sinks, window = near
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table, "first_ring": first}
+    options["means"] = means
 
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.
@@ -156,5 +163,6 @@ def rotate_and_store(
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    queries, stored_k, stored_v = turn_and_store(*prepare(heads), *stored, positions[:, 0], end, **options)
+    given = *prepare(heads), *stored, positions[:, 0], end
+    queries, stored_k, stored_v = turn_and_store(*given, scale=scale, **options)
     return queries._replace(plain=queries.plain[:, None]), stored_k, stored_v

@@ -10,14 +10,14 @@ their part of the best m is small (`damping`), and the keys keep that part.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from kernels_pallas import arrange_gains, device_refusal, score_blocks, score_blocks_refusal
+from kernels_pallas import MeanTurns, device_refusal, score_blocks, score_blocks_refusal
 from zdc_jax.axes import Array
 
 BLOCK = 64
@@ -111,45 +111,22 @@ class ShiftedQueries(NamedTuple):
           on_kernel: whether a kernel may compute them, where it can; positions must then be consecutive.
           ends: position at which padding begins; padding may have any finite scores. None for no padding.
         """
-        tables = self._tables(slots)
+        tables = self.mean_turns(slots)
         if on_kernel and self._kernel_refusal(*tables) is None:
             scores = score_blocks(self.q, *tables, self.positions[:, 0], scale=scale, ends=ends)
             return scores.transpose(0, 3, 1, 2)
-        return score_products(self.products, tables[2], self.positions, scale=scale)
+        return score_products(self.products, tables.turns, self.positions, scale=scale)
 
-    def arranged_scores(
-        self,
-        heads: Float[Array, "B 1 _ H"],
-        *,
-        slots: int,
-        scale: float,
-        ends: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B K blocks columns"]:
-        """Return `block_scores` of single queries as gains of the kernel for quantized keys.
-
-        One kernel computes them where it can. It reads the queries in `heads`, where they come first, so that
-        no other kernel copies them.
-        """
-        tables = self._tables(slots)
-        if self._kernel_refusal(*tables, arranged=True) is None:
-            options: dict[str, Any] = {"num_heads": self.q.shape[2], "arranged": True, "ends": ends}
-            return score_blocks(heads, *tables, self.positions[:, 0], scale=scale, **options)
-        return arrange_gains(self.block_scores(slots, scale)[:, 0], len(self.mean))
-
-    def _tables(self, slots: int) -> tuple[Array, Array, Array]:
-        """Return the mean, the turns of positions in a block, and those between blocks, in float32."""
+    def mean_turns(self, slots: int) -> MeanTurns:
+        """Return the mean and its turns, as kernels need them for positions below `slots`."""
         turns = _turns_between_blocks(self.frequencies, -(-slots // BLOCK))
-        return self.mean.astype(jnp.float32), _all_turns_in_block(-self.frequencies), turns
+        return MeanTurns(self.mean.astype(jnp.float32), _all_turns_in_block(-self.frequencies), turns)
 
-    def _kernel_refusal(
-        self, mean: Array, in_block: Array, turns: Array, *, arranged: bool = False
-    ) -> str | None:
+    def _kernel_refusal(self, mean: Array, in_block: Array, turns: Array) -> str | None:
         """Return why the kernel cannot run, or None."""
         # Caches of other dtypes do not run on kernels either.
         q = jax.ShapeDtypeStruct(self.q.shape, jnp.bfloat16)
-        return device_refusal(q) or score_blocks_refusal(
-            self.q, mean, in_block, turns, self.positions[:, 0], arranged=arranged
-        )
+        return device_refusal(q) or score_blocks_refusal(self.q, mean, in_block, turns, self.positions[:, 0])
 
     def scores_of_heads(
         self, products: Float[Array, "B S n H"], scale: float

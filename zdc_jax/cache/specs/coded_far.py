@@ -95,7 +95,7 @@ class CodedFar(NearFar):
         k, call = move_shift(k, call, self.capacity(state.far), end)
         if k.turn is not None:
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
-                (q, q_far, q_near), gains, written = stored
+                (q, q_far, q_near, gains), written = stored
                 of_far = ArrangedQueries(q_far, gains)
                 of_near = None if q_near is None else ArrangedQueries(q_near, gains)
                 last = last_read(positions, end)
@@ -132,12 +132,12 @@ class CodedFar(NearFar):
         positions: Array,
         end: Array,
         call: Call,
-    ) -> tuple[TurnedQueries, Array | None, NearFarState] | None:
+    ) -> tuple[TurnedQueries, NearFarState] | None:
         """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
 
         Returns:
-          The rotated queries, their arranged block scores, and the cache with the new tokens. None if no
-          kernel supports the cache.
+          The rotated queries with their block scores, and the cache with the new tokens. None if no kernel
+          supports the cache.
         """
         rings = self.near.kernel_rings(state.near)
         if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
@@ -149,7 +149,17 @@ class CodedFar(NearFar):
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
         heads = join_heads(q, k.keys, v)
         result = rotate_and_store(
-            heads, k, stored, positions, end, state.near.near, call.implementation, table, call.first
+            heads,
+            k,
+            stored,
+            positions,
+            end,
+            state.near.near,
+            implementation=call.implementation,
+            scale=call.scale,
+            means=call.means,
+            table=table,
+            first=call.first,
         )
         if result is None:
             return None
@@ -163,8 +173,7 @@ class CodedFar(NearFar):
             for old, new in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
-        gains = None if call.arranged_scores is None else call.arranged_scores(heads[0])
-        return turned, gains, NearFarState(near, self.from_parts(*coded))
+        return turned, NearFarState(near, self.from_parts(*coded))
 
 
 def _put_rings(old: Array, new: Array, first: Array) -> Array:

@@ -5,15 +5,16 @@ layer of a plan to a spec. `tests/cache_contract.py` holds the contract that eve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from kernels_pallas import MeanTurns
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
@@ -57,8 +58,7 @@ class Call:
       end: position [B] int32 at which padding begins, for specs that need it.
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
-      arranged_scores: function from the heads of single tokens, queries first, to `block_scores` as the
-        kernel of quantized keys reads them (`ShiftedQueries.arranged_scores`); None for whole keys.
+      means: what a kernel needs to compute `block_scores` of single tokens; None for whole keys.
       copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
         as many, or one.
       marks: lengths [B] int32 at which a paged cache returns `Attended.tail`; None for none.
@@ -70,7 +70,7 @@ class Call:
     first: Array | None = None
     end: Array | None = None
     block_scores: Array | None = None
-    arranged_scores: Callable[[Array], Array] | None = None
+    means: MeanTurns | None = None
     copies: int = 1
     marks: Array | None = None
 
@@ -104,8 +104,8 @@ def move_shift(k: NewKeys, call: Call, slots: int, end: Array | None = None) -> 
         return k, call
     on_kernel = call.implementation != "xla"
     scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=end)
-    arranged = partial(k.shift.arranged_scores, slots=slots, scale=call.scale, ends=end)
-    return k._replace(shift=None), replace(call, block_scores=scores, arranged_scores=arranged)
+    means = k.shift.mean_turns(slots)
+    return k._replace(shift=None), replace(call, block_scores=scores, means=means)
 
 
 class Attended(NamedTuple):
