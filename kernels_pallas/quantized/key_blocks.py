@@ -323,15 +323,22 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
 
     def gain(head: Register) -> Registers:
         of_block = r.at(gains[0], r.mul(r.shr(place.warp, 1), ALIGNED))
-        return [r.load_float(r.at(of_block, r.mul(head, 4)))] * EACH
+        return [r.load_float(r.at(of_block, r.mul(head, 4)))]
+
+    count = r.sub(end, begin)
 
     def visible() -> Registers:
-        return [r.less(r.add(number, x), r.sub(end, begin)) for x in range(EACH)]
+        return [r.less(r.add(number, x), count) for x in range(EACH)]
+
+    # Numbers below zero are large ones without a sign.
+    low = r.sub(r.add(first, r.mul(place.warp, KEYS)), begin)
+    high = r.add(low, KEYS - 1)
+    hides = r.less(r.sub(count, 1), r.select(r.less(low, high), high, low))
 
     # Scales of each block are aligned.
     block = r.mul(r.shr(place.warp, 1), ALIGNED)
     scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
-    return _copied(g, pointers, scales, gain if gains else None, visible)
+    return _copied(g, pointers, scales, gain if gains else None, visible)._replace(hides=hides)
 
 
 def _of_ring(

@@ -95,13 +95,15 @@ def _scores(
     """Return base-2 scores of each tile's head with a thread's keys; those that do not count are -inf."""
     offsets, factors = queries
     own = r.at(shared, r.mul(r.add(r.mul(place.row, QUADS), place.quad), 16))
-    scores: list[Registers] = [[None] * EACH for _ in range(form.tiles)]
+    find_gains, tiles = rows.gains, range(form.tiles)
+    gains = [find_gains(head_of(form, tile, place.row)) if find_gains else [0.0] for tile in tiles]
+    scores = [x * EACH if len(x) == 1 else [0.0] * EACH for x in gains]
     begins = list(itertools.accumulate(form.words, initial=0))
     # The widest plane needs most registers, and then there are no scores yet.
     for p in sorted(form.key_planes, key=lambda p: -form.widths[p]):
         products = {
             (tile, n): [0, 0, *[offsets[tile * len(form.key_planes) + p]] * 2]
-            for tile in range(form.tiles)
+            for tile in tiles
             for n in range(EACH // 2)
         }
         levels = [
@@ -110,7 +112,7 @@ def _scores(
         ]
         for step in range(begins[p] // 2, begins[p + 1] // 2):
             pairs = [list(itertools.islice(each, 2)) for each in levels]
-            for tile in range(form.tiles):
+            for tile in tiles:
                 words = r.load_words(r.at(own, 512 * (tile * form.steps + step)), 16)
                 for n, pair in enumerate(pairs):
                     products[tile, n] = r.mma(True, words, pair, products[tile, n])
@@ -119,16 +121,19 @@ def _scores(
             for e in range(2):
                 whole = r.to_float(r.add(r.shl(product[e], 7), product[2 + e]))
                 x = 2 * n + e
-                factor, before = r.fmul(sizes[x], factors[tile * len(form.key_planes) + p]), scores[tile][x]
-                scores[tile][x] = r.fmul(whole, factor) if before is None else r.fma(whole, factor, before)
-    for tile in range(form.tiles):
-        if rows.gains is not None:
-            gains = rows.gains(head_of(form, tile, place.row))
-            scores[tile] = [r.fadd(x, gain) for x, gain in zip(scores[tile], gains, strict=True)]
-        scores[tile] = [
-            r.select(seen, x, -float("inf")) for seen, x in zip(rows.visible(), scores[tile], strict=True)
-        ]
-    return scores
+                factor = r.fmul(sizes[x], factors[tile * len(form.key_planes) + p])
+                scores[tile][x] = r.fma(whole, factor, scores[tile][x])
+    for tile in tiles:
+        if len(gains[tile]) > 1:
+            scores[tile] = [r.fadd(*pair) for pair in zip(scores[tile], gains[tile], strict=True)]
+
+    def hide() -> Registers:
+        seen = rows.visible() * form.tiles
+        return [r.select(is_seen, x, -float("inf")) for is_seen, x in zip(seen, flat, strict=True)]
+
+    flat = list(itertools.chain(*scores))
+    flat = hide() if rows.hides is None else r.branch(rows.hides, hide, flat)
+    return [flat[begin : begin + EACH] for begin in range(0, len(flat), EACH)]
 
 
 def load_share(row: Any, C: int, bits: int, thread: Register, count: int) -> list[Registers]:

@@ -95,14 +95,17 @@ class Rows(NamedTuple):
     Attributes:
       levels: pointer to the row of a plane of one of the warp's keys: the sum of a register and a number.
       scales: words with the scales of the keys 8i to 8i + 7 in plane p.
-      gains: what base-2 scores of a query head gain with the keys 8i to 8i + 7, or None.
+      gains: what base-2 scores of a query head gain with the keys 8i to 8i + 7: one number for each, or one
+        for all; or None.
       visible: whether the keys 8i to 8i + 7 count.
+      hides: whether some of the warp's keys may not count; None if that is not known.
     """
 
     levels: Callable[[int, Register, int], Any]
     scales: Callable[[int], Registers]
     gains: Callable[[Register], Registers] | None
     visible: Callable[[], Registers]
+    hides: Register | None = None
 
 
 class Place(NamedTuple):
