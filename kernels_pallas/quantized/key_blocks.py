@@ -1,7 +1,7 @@
 """Keys and values as the warps of a CTA find them: blocks of a store or of a ring, or listed slots (ours).
 
-A step has 128 keys, 32 for each warp: two blocks of 64, which are copied to shared memory together, or 128
-entries of a list.
+A step has 128 keys, 32 for each warp: one or two pieces of a store, which are copied to shared memory, or
+128 entries of a list.
 """
 
 import math
@@ -64,19 +64,30 @@ class Geometry(NamedTuple):
         """Bytes of a token in each plane."""
         return [C * bits // 8 for C, bits in zip(self.form.widths, self.form.bits, strict=True)]
 
+    @property
+    def piece(self) -> int:
+        """Keys that are copied together: a step, if pages and sequences have whole ones, or a block."""
+        return STEP if not self.ring and (self.page or self.S) % STEP == 0 else BLOCK
 
-def view_blocks(levels: Array) -> Array:
-    """View [B, K, S, P] as blocks of keys [B, K, S/64, 64·P/L, L] with L ≤ 256, without a copy.
+    @property
+    def pieces(self) -> int:
+        """Pieces of a step."""
+        return STEP // self.piece
+
+
+def view_pieces(levels: Array, piece: int) -> Array:
+    """View [B, K, S, P] as pieces [B, K, S/piece, piece·P/L, L] with L ≤ 256, without a copy.
 
     Rows of an asynchronous copy must have a multiple of 16 bytes.
     """
     B, K, S, P = levels.shape
-    return levels.reshape(B, K, S // BLOCK, *block_shape(P))
+    return levels.reshape(B, K, S // piece, *piece_shape(P, piece))
 
 
-def block_shape(P: int) -> tuple[int, int]:
-    several = math.gcd(P, 4)
-    return P // several, BLOCK * several
+def piece_shape(P: int, piece: int) -> tuple[int, int]:
+    """Return the shape of a piece of rows of P bytes."""
+    several = math.gcd(P, 256 // BLOCK)
+    return P * piece // (BLOCK * several), BLOCK * several
 
 
 class Operands(NamedTuple):
@@ -90,7 +101,7 @@ class Operands(NamedTuple):
       reach: scales of each plane.
       lists: listed slots, and the blocks of their gains; without a list of slots, none.
       table: block table, unless slots are listed.
-      gains: arranged gains.
+      gains: arranged gains, [B, K, blocks · columns].
     """
 
     begin: Any
@@ -128,7 +139,8 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, g: Geometry, begin: Array, end: Array, part: Array) -> "Span":
         """Divide the non-empty blocks of the store, or of the list, into equal shares of whole steps."""
-        low, high = lax.div(begin, jnp.int32(BLOCK)), lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
+        # Steps begin at multiples of their keys.
+        low, high = PAIR * lax.div(begin, jnp.int32(STEP)), lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
         if g.chosen or g.ring:
             low, high = jnp.int32(0), jnp.int32(-(-(g.chosen or g.S) // BLOCK))
         count = jnp.where(end > begin, high - low, 0)
@@ -223,32 +235,40 @@ class Stream(Source):
         """Return a block of a step. The last one is read twice if no other follows."""
         return jnp.minimum(self._block(step, number), self.span.last - 1)
 
+    def _pieces(self, step: Array) -> list[Array]:
+        """Return the numbers of a step's pieces in the sequence."""
+        blocks = self.g.piece // BLOCK
+        inside = (self._inside(step, number * blocks) for number in range(self.g.pieces))
+        return [lax.div(block, jnp.int32(blocks)) for block in inside]
+
     def _leads(self, step: Array) -> list[Array]:
-        """Return the sequence, or the pages, of a step's blocks."""
+        """Return the sequence, or the pages, of a step's pieces."""
         if self.refs.table is None:
-            return [self.head[0]] * PAIR
-        of_page = jnp.int32(self.g.page // BLOCK)
-        blocks = (jnp.maximum(self._inside(step, number), 0) for number in range(PAIR))
-        return [self.refs.table[self.head[0], lax.div(block, of_page)] for block in blocks]
+            return [self.head[0]] * self.g.pieces
+        of_page = jnp.int32(self.g.page // self.g.piece)
+        pieces = (jnp.maximum(piece, 0) for piece in self._pieces(step))
+        return [self.refs.table[self.head[0], lax.div(piece, of_page)] for piece in pieces]
 
     def _load(self, step: Array, leads: list[Array]) -> None:
-        slot, at = lax.rem(step, jnp.int32(self.g.stages)), self.at
-        ready, positions = at.ready.at[slot], [self._inside(step, number) for number in range(PAIR)]
-        # Blocks of the sequence, or of the page.
-        blocks = positions
+        slot, at, size = lax.rem(step, jnp.int32(self.g.stages)), self.at, self.g.piece
+        ready, positions = at.ready.at[slot], self._pieces(step)
+        # Pieces of the sequence, or of the page.
+        pieces = positions
         if self.refs.table is not None:
-            blocks = [lax.rem(each, jnp.int32(self.g.page // BLOCK)) for each in positions]
-        rows = [pl.ds(pl.multiple_of(each * BLOCK, BLOCK), BLOCK) for each in blocks]
+            pieces = [lax.rem(each, jnp.int32(self.g.page // size)) for each in positions]
+        gains = size // BLOCK * self.g.form.columns
+
+        def part(number: Array, count: int) -> Any:
+            return pl.ds(pl.multiple_of(number * count, count), count)
 
         def pairs(i: int, lead: Array) -> Iterator[tuple[Any, Any]]:
             head = lead, self.head[1]
             for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                yield source.at[*head, blocks[i]], buffer.at[slot, i]
+                yield source.at[*head, pieces[i]], buffer.at[slot, i]
             for source, buffer in zip(self.refs.reach, at.reach, strict=True):
-                yield source.at[*head, rows[i]], buffer.at[slot, i, pl.ds(0, BLOCK)]
+                yield source.at[*head, part(pieces[i], size)], buffer.at[slot, i, pl.ds(0, size)]
             if self.gains is not None:
-                to = at.gains[0].at[slot, i, pl.ds(0, self.g.form.columns)]
-                yield self.gains.at[positions[i]], to
+                yield self.gains.at[part(positions[i], gains)], at.gains[0].at[slot, i, pl.ds(0, gains)]
 
         _copy_by_warps([pair for i, lead in enumerate(leads) for pair in pairs(i, lead)], ready)
 
@@ -319,11 +339,13 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
     """Find a warp's keys among those that were copied to shared memory; `first` is the slot of the first."""
     place, gains = find_place(), pointers[2 * len(g.sizes) :]
     own = r.add(r.mul(place.warp, KEYS), r.mul(place.quad, EACH))
+    of_piece = g.piece // KEYS
+    piece, within = r.divided(place.warp, of_piece), r.remainder(place.warp, of_piece)
     number = r.sub(r.add(first, own), begin)
 
     def gain(head: Register) -> Registers:
-        of_block = r.at(gains[0], r.mul(r.shr(place.warp, 1), ALIGNED))
-        return [r.load_float(r.at(of_block, r.mul(head, 4)))]
+        block = r.mul(r.divided(within, BLOCK // KEYS), 4 * g.form.columns)
+        return [r.load_float(r.at(gains[0], r.add(r.add(r.mul(piece, ALIGNED), block), r.mul(head, 4))))]
 
     count = r.sub(end, begin)
 
@@ -335,9 +357,7 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
     high = r.add(low, KEYS - 1)
     hides = r.less(r.sub(count, 1), r.select(r.less(low, high), high, low))
 
-    # Scales of each block are aligned.
-    block = r.mul(r.shr(place.warp, 1), ALIGNED)
-    scales = r.add(block, r.add(r.mul(r.and_(place.warp, 1), KEYS), r.mul(place.quad, EACH)))
+    scales = r.add(r.mul(piece, ALIGNED), r.add(r.mul(within, KEYS), r.mul(place.quad, EACH)))
     return _copied(g, pointers, scales, gain if gains else None, visible)._replace(hides=hides)
 
 

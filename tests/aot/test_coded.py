@@ -78,7 +78,15 @@ def test_pages(keys, values, ctas):
     assert_no_spills([kernel])
     assert kernel.ctas >= ctas
     (loop,) = kernel.code.loops_with("IMMA")
-    assert loop.count("UTMALDG") > 0, "the next keys are asked for"
+    assert loop.count("UTMALDG") == 2 * len((*keys, values)), "levels and scales are asked for once"
+    assert loop.count("LDG", "LD") == 1, "the page of each step is looked up once"
+
+
+def test_pages_without_whole_steps():
+    kernel = coded(((32, 5), (96, 3)), (128, 3), page=64)
+    assert_no_spills([kernel])
+    (loop,) = kernel.code.loops_with("IMMA")
+    assert loop.count("UTMALDG") == 4 * 3
     assert loop.count("LDG", "LD") == 2, "the page of each block is looked up once"
 
 
