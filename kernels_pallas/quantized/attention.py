@@ -53,8 +53,8 @@ from kernels_pallas.quantized.key_blocks import (
     Ring,
     Span,
     Stream,
-    piece_shape,
-    view_pieces,
+    unit_shape,
+    view_units,
 )
 from kernels_pallas.quantized.queries import arrange_gains, arrange_queries
 from kernels_pallas.quantized.warp_layout import ROWS, WARPS, Form
@@ -209,7 +209,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         begin=begin.astype(jnp.int32),
         end=end.astype(jnp.int32),
         q=q,
-        levels=[levels if g.chosen or g.ring else view_pieces(levels, g.piece) for levels, _ in planes],
+        levels=[levels if g.chosen or g.ring else view_units(levels, g.unit) for levels, _ in planes],
         reach=[reach for _, reach in planes],
         lists=lists,
         table=None if g.chosen else block_table,
@@ -270,20 +270,18 @@ def _run_one(runs: Sequence[tuple[int, Callable[[Array], None]]], part: Array) -
 def _run(refs: Operands, outputs: Sequence[Any], g: Geometry, part: Array, *, skips: bool) -> None:
     """Run a part of a pass in buffers that other passes do not need; `skips` leaves out empty parts."""
     streams, whole = not g.chosen, not g.chosen and not g.ring
-    copies = g.pieces * (len(g.sizes) + whole * (len(g.sizes) + g.gains))
+    copies = g.units * (len(g.sizes) + whole * (len(g.sizes) + g.gains))
     pl.run_scoped(
         functools.partial(_part, refs, outputs, g, part, skips),
         Buffers(
             levels=[
-                plgpu.SMEM(
-                    (g.stages, g.pieces, *((BLOCK, P) if g.ring else piece_shape(P, g.piece))), jnp.uint8
-                )
+                plgpu.SMEM((g.stages, g.units, *((BLOCK, P) if g.ring else unit_shape(P, g.unit))), jnp.uint8)
                 for P in g.sizes
             ]
             * streams,
-            reach=[plgpu.SMEM((g.stages, g.pieces, ALIGNED), jnp.uint8) for _ in g.sizes] * whole,
+            reach=[plgpu.SMEM((g.stages, g.units, ALIGNED), jnp.uint8) for _ in g.sizes] * whole,
             lists=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] * g.lists,
-            gains=[plgpu.SMEM((g.stages, g.pieces, ALIGNED // 4), jnp.float32)] * (g.gains and whole),
+            gains=[plgpu.SMEM((g.stages, g.units, ALIGNED // 4), jnp.float32)] * (g.gains and whole),
             q=plgpu.SMEM((g.form.query_rows, 32, 4), jnp.int32),
             sums=plgpu.SMEM((2, WARPS, ROWS * g.form.tiles), jnp.float32),
             outputs=plgpu.SMEM((WARPS, g.form.columns, g.form.widths[-1]), jnp.float32),

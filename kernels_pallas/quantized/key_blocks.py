@@ -1,6 +1,6 @@
 """Keys and values as the warps of a CTA find them: blocks of a store or of a ring, or listed slots (ours).
 
-A step has 128 keys, 32 for each warp: one or two pieces of a store, which are copied to shared memory, or
+A step has 128 keys, 32 for each warp: one or two units of a store, which are copied to shared memory, or
 128 entries of a list.
 """
 
@@ -65,29 +65,29 @@ class Geometry(NamedTuple):
         return [C * bits // 8 for C, bits in zip(self.form.widths, self.form.bits, strict=True)]
 
     @property
-    def piece(self) -> int:
+    def unit(self) -> int:
         """Keys that are copied together: a step, if pages and sequences have whole ones, or a block."""
         return STEP if not self.ring and (self.page or self.S) % STEP == 0 else BLOCK
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a step."""
-        return STEP // self.piece
+    def units(self) -> int:
+        """Units of a step."""
+        return STEP // self.unit
 
 
-def view_pieces(levels: Array, piece: int) -> Array:
-    """View [B, K, S, P] as pieces [B, K, S/piece, piece·P/L, L] with L ≤ 256, without a copy.
+def view_units(levels: Array, unit: int) -> Array:
+    """View [B, K, S, P] as units [B, K, S/unit, unit·P/L, L] with L ≤ 256, without a copy.
 
     Rows of an asynchronous copy must have a multiple of 16 bytes.
     """
     B, K, S, P = levels.shape
-    return levels.reshape(B, K, S // piece, *piece_shape(P, piece))
+    return levels.reshape(B, K, S // unit, *unit_shape(P, unit))
 
 
-def piece_shape(P: int, piece: int) -> tuple[int, int]:
-    """Return the shape of a piece of rows of P bytes."""
+def unit_shape(P: int, unit: int) -> tuple[int, int]:
+    """Return the shape of a unit of rows of P bytes."""
     several = math.gcd(P, 256 // BLOCK)
-    return P * piece // (BLOCK * several), BLOCK * several
+    return P * unit // (BLOCK * several), BLOCK * several
 
 
 class Operands(NamedTuple):
@@ -235,27 +235,27 @@ class Stream(Source):
         """Return a block of a step. The last one is read twice if no other follows."""
         return jnp.minimum(self._block(step, number), self.span.last - 1)
 
-    def _pieces(self, step: Array) -> list[Array]:
-        """Return the numbers of a step's pieces in the sequence."""
-        blocks = self.g.piece // BLOCK
-        inside = (self._inside(step, number * blocks) for number in range(self.g.pieces))
+    def _units(self, step: Array) -> list[Array]:
+        """Return the numbers of a step's units in the sequence."""
+        blocks = self.g.unit // BLOCK
+        inside = (self._inside(step, number * blocks) for number in range(self.g.units))
         return [lax.div(block, jnp.int32(blocks)) for block in inside]
 
     def _leads(self, step: Array) -> list[Array]:
-        """Return the sequence, or the pages, of a step's pieces."""
+        """Return the sequence, or the pages, of a step's units."""
         if self.refs.table is None:
-            return [self.head[0]] * self.g.pieces
-        of_page = jnp.int32(self.g.page // self.g.piece)
-        pieces = (jnp.maximum(piece, 0) for piece in self._pieces(step))
-        return [self.refs.table[self.head[0], lax.div(piece, of_page)] for piece in pieces]
+            return [self.head[0]] * self.g.units
+        of_page = jnp.int32(self.g.page // self.g.unit)
+        units = (jnp.maximum(unit, 0) for unit in self._units(step))
+        return [self.refs.table[self.head[0], lax.div(unit, of_page)] for unit in units]
 
     def _load(self, step: Array, leads: list[Array]) -> None:
-        slot, at, size = lax.rem(step, jnp.int32(self.g.stages)), self.at, self.g.piece
-        ready, positions = at.ready.at[slot], self._pieces(step)
-        # Pieces of the sequence, or of the page.
-        pieces = positions
+        slot, at, size = lax.rem(step, jnp.int32(self.g.stages)), self.at, self.g.unit
+        ready, positions = at.ready.at[slot], self._units(step)
+        # Units of the sequence, or of the page.
+        units = positions
         if self.refs.table is not None:
-            pieces = [lax.rem(each, jnp.int32(self.g.page // size)) for each in positions]
+            units = [lax.rem(each, jnp.int32(self.g.page // size)) for each in positions]
         gains = size // BLOCK * self.g.form.columns
 
         def part(number: Array, count: int) -> Any:
@@ -264,9 +264,9 @@ class Stream(Source):
         def pairs(i: int, lead: Array) -> Iterator[tuple[Any, Any]]:
             head = lead, self.head[1]
             for source, buffer in zip(self.refs.levels, at.levels, strict=True):
-                yield source.at[*head, pieces[i]], buffer.at[slot, i]
+                yield source.at[*head, units[i]], buffer.at[slot, i]
             for source, buffer in zip(self.refs.reach, at.reach, strict=True):
-                yield source.at[*head, part(pieces[i], size)], buffer.at[slot, i, pl.ds(0, size)]
+                yield source.at[*head, part(units[i], size)], buffer.at[slot, i, pl.ds(0, size)]
             if self.gains is not None:
                 yield self.gains.at[part(positions[i], gains)], at.gains[0].at[slot, i, pl.ds(0, gains)]
 
@@ -339,13 +339,13 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
     """Find a warp's keys among those that were copied to shared memory; `first` is the slot of the first."""
     place, gains = find_place(), pointers[2 * len(g.sizes) :]
     own = r.add(r.mul(place.warp, KEYS), r.mul(place.quad, EACH))
-    of_piece = g.piece // KEYS
-    piece, within = r.divided(place.warp, of_piece), r.remainder(place.warp, of_piece)
+    of_unit = g.unit // KEYS
+    unit, within = r.divided(place.warp, of_unit), r.remainder(place.warp, of_unit)
     number = r.sub(r.add(first, own), begin)
 
     def gain(head: Register) -> Registers:
         block = r.mul(r.divided(within, BLOCK // KEYS), 4 * g.form.columns)
-        return [r.load_float(r.at(gains[0], r.add(r.add(r.mul(piece, ALIGNED), block), r.mul(head, 4))))]
+        return [r.load_float(r.at(gains[0], r.add(r.add(r.mul(unit, ALIGNED), block), r.mul(head, 4))))]
 
     count = r.sub(end, begin)
 
@@ -357,7 +357,7 @@ def _streamed(g: Geometry, pointers: list[Any], first: Register, begin: Register
     high = r.add(low, KEYS - 1)
     hides = r.less(r.sub(count, 1), r.select(r.less(low, high), high, low))
 
-    scales = r.add(r.mul(piece, ALIGNED), r.add(r.mul(within, KEYS), r.mul(place.quad, EACH)))
+    scales = r.add(r.mul(unit, ALIGNED), r.add(r.mul(within, KEYS), r.mul(place.quad, EACH)))
     return _copied(g, pointers, scales, gain if gains else None, visible)._replace(hides=hides)
 
 
