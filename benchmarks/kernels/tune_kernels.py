@@ -9,7 +9,7 @@ the config of the table where widths and device match, and their default rule el
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -148,8 +148,8 @@ def coded_decode() -> Iterator[dict[str, Any]]:
         rule = coded_rule(B * K, tokens, plan.read)
         stages = STAGES[:1] if plan.read else STAGES
 
-        def of_parts(splits, stages=stages):
-            return [CodedConfig(each, splits) for each in stages]
+        def of_parts(splits, stages=stages, rule=rule):
+            return [replace(rule, stages=each, splits=splits) for each in stages]
 
         others = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
         widths = {"C": coded.H, "Z": coded.H, "bytes": sum(plan.nbytes), "chosen": plan.read}

@@ -202,6 +202,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         ring=form.ring,
         gains=gains is not None,
         parts=form.config.splits,
+        least=form.config.least,
         stages=form.config.stages,
         form=Form(q.shape[2], widths, form.bits, scale),
     )

@@ -20,6 +20,8 @@ BLOCK = 64
 """Keys that are copied together. What scores gain is the same within a block."""
 CTAS = 4
 """CTAs that run on one multiprocessor at once."""
+LEAST = 2
+"""Fewest steps of a part where not all CTAs run at once: each prepares queries, and merges four warps."""
 MOST_HEADS = 16
 """Largest number of query heads per KV head."""
 MOST_SLOTS = 8192
@@ -79,13 +81,15 @@ class CodedConfig:
     Attributes:
       stages: steps of 128 keys in flight.
       splits: parts of the keys of one KV head of one sequence.
+      least: steps of a part that has any; of few keys, the last parts have none.
     """
 
     stages: int = 2
     splits: int = 4
+    least: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("stages", "splits"):
+        for name in ("stages", "splits", "least"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
@@ -161,7 +165,7 @@ def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
         parts = min(all_at_once, -(-chosen // 128))
     else:
         parts = min(max(all_at_once, min(3 * CTAS * common.SMS // rows, 8), 4), S // 256)
-    return CodedConfig(splits=max(1, parts))
+    return CodedConfig(splits=max(1, parts), least=1 if parts <= all_at_once else LEAST)
 
 
 def check_coded(

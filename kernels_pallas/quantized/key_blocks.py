@@ -40,6 +40,7 @@ class Geometry(NamedTuple):
       ring: sinks and window of a ring, or None.
       gains: whether scores have gains.
       parts: parts of the keys.
+      least: steps of a part that has any.
       stages: steps of keys in flight.
       form: what the warps need to know.
     """
@@ -51,6 +52,7 @@ class Geometry(NamedTuple):
     ring: tuple[int, int] | None
     gains: bool
     parts: int
+    least: int
     stages: int
     form: Form
 
@@ -144,7 +146,8 @@ class Span(NamedTuple):
         if g.chosen or g.ring:
             low, high = jnp.int32(0), jnp.int32(-(-(g.chosen or g.S) // BLOCK))
         count = jnp.where(end > begin, high - low, 0)
-        share = PAIR * lax.div(count + (PAIR * g.parts - 1), jnp.int32(PAIR * g.parts))
+        steps = lax.div(count + (PAIR * g.parts - 1), jnp.int32(PAIR * g.parts))
+        share = PAIR * jnp.maximum(steps, g.least)
         first = jnp.minimum(part * share, count)
         return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
 

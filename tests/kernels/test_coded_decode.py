@@ -334,8 +334,9 @@ def test_scores_have_gains_on_the_device(keys, values, heads, chosen, listed):
 
 
 @pytest.mark.full
-def test_more_stages_and_parts_than_blocks(interpreted):
-    Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
+@pytest.mark.parametrize("least", [1, 2])
+def test_more_stages_and_parts_than_blocks(interpreted, least):
+    Case(*SHAPES[1], S=448).check(config=CodedConfig(stages=4, splits=5, least=least))
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
@@ -559,19 +560,20 @@ def test_one_head_that_is_off_by_a_hundredth_is_found():
 
 
 @pytest.mark.parametrize(
-    ("rows", "S", "chosen", "parts"),
+    ("rows", "S", "chosen", "parts", "least"),
     [
-        (8, 131072, 0, 66),  # Four CTAs for each of 132 multiprocessors.
-        (8, 4096, 0, 16),  # Parts of 256 keys.
-        (64, 16384, 0, 8),
-        (128, 16384, 0, 8),  # Sequences of unequal length end together.
-        (256, 16384, 0, 6),
-        (512, 16384, 0, 4),
-        (512, 512, 0, 2),
-        (512, 128, 0, 1),
-        (128, 16384, 512, 4),
-        (512, 16384, 512, 1),
+        (8, 131072, 0, 66, 1),  # Four CTAs for each of 132 multiprocessors.
+        (8, 4096, 0, 16, 1),  # Parts of 256 keys.
+        (64, 16384, 0, 8, 1),
+        (128, 16384, 0, 8, 2),  # Sequences of unequal length end together.
+        (256, 16384, 0, 6, 2),
+        (512, 16384, 0, 4, 2),
+        (512, 512, 0, 2, 2),
+        (512, 128, 0, 1, 1),
+        (128, 16384, 512, 4, 1),
+        (512, 16384, 512, 1, 1),
     ],
 )
-def test_default_parts(rows, S, chosen, parts):
-    assert default_config(rows, S, chosen).splits == parts
+def test_default_parts(rows, S, chosen, parts, least):
+    config = default_config(rows, S, chosen)
+    assert (config.splits, config.least) == (parts, least)
