@@ -2,8 +2,10 @@
 
     python -m benchmarks.studies.round_queries FOLDER
 
-The kernel reads queries as bfloat16, and rounds them to 15 bits of the largest coordinate of a head, for the
-index and for the other coordinates apart. Keys leave out the mean of their block, and the basis of a KV head
+The kernel reads queries as bfloat16, and rounds them to 15 bits of the largest coordinate of a head. It does
+so for the first quarter of the coordinates and for the others apart, as presets divide them.
+
+Instead of a calibrated basis and shift, keys leave out the mean of their block, and the basis of a KV head
 has the principal axes of these remainders. Scores are those of all earlier keys, in float64, times 1/√H.
 Text is the documentation that Python ships. The model needs a converted folder, but no calibration.
 """
@@ -78,7 +80,9 @@ def main(options: Options) -> None:
     """Print the errors of the worst heads, and write those of all heads to one JSON file."""
     model = load(options.folder, dtype="float32")
     ids = model.tokenizer.encode(pydoc_data.topics.topics[TOPIC]).ids[: options.tokens]
-    rows = []
+    if not ids or len(ids) % BLOCK:
+        raise SystemExit(f"--tokens {options.tokens}: must be a multiple of {BLOCK} up to those of the text")
+    rows, at = [], commit()
     for layer, (q, k) in enumerate(observe(model.network, jnp.asarray([ids], jnp.int32), see_heads)):
         q, k = (np.asarray(x[0], np.float64) for x in (q, k))
         groups = q.shape[1] // k.shape[1]
@@ -87,8 +91,8 @@ def main(options: Options) -> None:
             axes = np.linalg.eigh(rest.T @ rest)[1][:, ::-1]
             for head in range(kv * groups, (kv + 1) * groups):
                 errors = measure_head(q[:, head], rest, axes)
-                rows.append({"layer": layer, "head": head, **errors, "commit": commit()})
-    for name in rows[0].keys() - {"layer", "head", "commit"}:
+                rows.append({"layer": layer, "head": head, **errors, "commit": at})
+    for name in ("bfloat16_max", "bfloat16_rms", "fifteen_bits_max", "fifteen_bits_rms"):
         print(f"{name}: at most {max(row[name] for row in rows):.5f}")
     more = sum(row["fifteen_bits_rms"] > row["bfloat16_rms"] for row in rows)
     print(f"15 bits add more than bfloat16 in {more} of {len(rows)} heads")

@@ -1,7 +1,7 @@
 """Attention of one new token per sequence to quantized keys and values (ours).
 
-    grid: (parts of all passes, B·K); one warpgroup per CTA
-    first:              queries → integers in registers; TMA list of slots → lists_ready
+    grid: (parts of all passes, B·K), heads run fastest; one warpgroup per CTA
+    first:              queries → integers in shared memory; TMA list of slots → lists_ready
     stream of blocks:   TMA levels, scales → ready[slot]   (`stages` steps in flight)
     list of slots:      loads from global memory into registers
 
@@ -105,8 +105,9 @@ def coded_attention(
 def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
     """Compute `coded_attention` over the keys of each pass without merging, in one launch.
 
-    All passes have the same sequences and KV heads. Whole stores should come before lists and rings: the
-    compiler was seen to need fewer registers. Errors are those of `coded_attention`.
+    All passes have the same sequences and KV heads. Whole stores should come before lists and rings:
+    these are shorter and fill multiprocessors at the end, and the compiler was seen to need fewer registers.
+    Errors are those of `coded_attention`.
     """
     shapes = {rows_of(each.values.reach, each.block_table)[:2] for each in passes}
     if len(shapes) != 1:
@@ -161,7 +162,7 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
     found = plgpu.kernel(
         functools.partial(_kernel, passes=geometries),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
-        # Heads run first. Passes with short parts come last, and fill multiprocessors that are free.
+        # CTAs of all heads follow each other. So those of the last pass come last.
         grid=(sum(g.parts for g in geometries), B * K),
         grid_names=("part", "head"),
         kernel_name="zdc_coded_decode",

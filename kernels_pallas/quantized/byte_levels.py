@@ -5,7 +5,8 @@ one key, or one coordinate of four keys. Which coordinates of a key share a word
 have the same order: `key_coordinates`.
 
 Logic instructions and shifts to the right bind the kernel: they run on the slowest pipe. A word of keys takes
-one of them per plane; shifts to the left run as multiplications.
+one of them per plane, and two to four if bits of a second plane are spread for it. Shifts to the left run as
+multiplications.
 """
 
 import functools

@@ -17,7 +17,7 @@ from kernels_pallas.tuning import measured
 STEP = 128
 """Keys of a step."""
 BLOCK = 64
-"""Keys that are copied together. What scores gain is the same within a block."""
+"""Keys whose scores gain the same, and fewest that are copied together."""
 CTAS = 4
 """CTAs that run on one multiprocessor at once."""
 LEAST = 2
@@ -156,8 +156,9 @@ def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
     """Return parts of B·K = `rows` caches that give each multiprocessor four CTAs.
 
     A whole store has at least four parts if each then has at least 256 keys, and up to eight if they give a
-    multiprocessor at most twelve CTAs: the last parts of the longest sequence would otherwise run alone. A
-    list of `chosen` slots has parts of about 128.
+    multiprocessor at most twelve CTAs: the last parts of the longest sequence would otherwise run alone. If
+    they do not all run at once, parts have at least `LEAST` steps. A list of `chosen` slots has parts of
+    about 128.
     """
     all_at_once = CTAS * common.SMS // rows
     if chosen:

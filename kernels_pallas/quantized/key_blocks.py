@@ -204,7 +204,7 @@ class Source:
 
 
 class Stream(Source):
-    """All blocks of a span, with `stages` pairs of them in flight."""
+    """All blocks of a span, with `stages` steps of them in flight."""
 
     def begin(self) -> None:
 
@@ -213,7 +213,7 @@ class Stream(Source):
             self._load(step, self._leads(step))
 
     def place(self, step: Array) -> list[Array]:
-        """Look up the pages of the blocks that `ahead` loads, during the computation of the current ones."""
+        """Look up the pages of the keys that `ahead` loads, during the computation of the current ones."""
         return self._leads(jnp.minimum(step + self.g.stages, self.span.steps - 1))
 
     def add(self, step: Array, queries: list[Array], carry: list[Array]) -> list[Array]:
@@ -236,7 +236,9 @@ class Stream(Source):
 
     def _inside(self, step: Array, number: int) -> Array:
         """Return a block of a step. The last one is read twice if no other follows."""
-        return jnp.minimum(self._block(step, number), self.span.last - 1)
+        block = jnp.minimum(self._block(step, number), self.span.last - 1)
+        # A step may begin before the first block with a slot that counts, whose page may not be there.
+        return block if self.g.units == 1 else jnp.maximum(block, lax.div(self.span.begin, jnp.int32(BLOCK)))
 
     def _units(self, step: Array) -> list[Array]:
         """Return the numbers of a step's units in the sequence."""
@@ -424,8 +426,8 @@ def _copied(
     place, planes = find_place(), len(g.sizes)
     levels, reach = pointers[:planes], pointers[planes : 2 * planes]
     return Rows(
-        levels=lambda p, x, of_all: r.at(
-            r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])), of_all * g.sizes[p]
+        levels=lambda p, x, more: r.at(
+            r.at(levels[p], r.mul(r.add(r.mul(place.warp, KEYS), x), g.sizes[p])), more * g.sizes[p]
         ),
         scales=lambda p: r.load_words(r.at(reach[p], scales), EACH),
         gains=gains,
@@ -468,8 +470,8 @@ def _listed(
         return [r.less(r.sub(slot, begin), size) for slot in own_slots]
 
     return Rows(
-        levels=lambda p, x, of_all: r.at_row(
-            levels[p], there(entries(slots, r.add(own, r.add(x, of_all)), 1)[0]), g.sizes[p]
+        levels=lambda p, x, more: r.at_row(
+            levels[p], there(entries(slots, r.add(own, r.add(x, more)), 1)[0]), g.sizes[p]
         ),
         scales=scales,
         gains=gain if gains else None,

@@ -4,7 +4,7 @@
     G parts:                       queries of one head:   RoPE → basis → store, also as attention reads them
     planes of the store, and ring: keys of one KV head:   RoPE → basis → quantize → plane or ring
     planes of the store, and ring: values of one KV head: quantize → plane or ring
-    tiles of blocks, G times:      what scores of one head gain in 64 blocks, if keys leave out their mean
+    G parts per 64 blocks:         what scores of one head gain in them, if keys leave out their mean
 
 A program with C coordinates of a query or key reads 2 H C bytes of a basis and computes 2 H C FLOP. All
 programs of a KV head and sequence have at most (G + 2)·2 H² of each. Only 4 H² bytes of the bases differ.

@@ -173,10 +173,10 @@ def _correct(
     """
     *scores, scales = numbers
     special: Register = 0
-    # The highest bit of a byte is set if the byte, or one below it, is NaN; or zero, for values.
+    # The highest bit of a byte is set if its code, or that of a byte below it, is NaN.
     for word in itertools.chain(*packed):
         special = r.or_(special, r.and_(r.sub(_wrapped(0xFEFEFEFE), word), word))
-    for word in packed[-1]:
+    for word in packed[-1]:  # The same for zero.
         special = r.or_(special, r.and_(r.sub(word, 0x01010101), r.sub(-1, word)))
     is_special = r.less(0, r.and_(special, 0x80808080 - 2**32))
 

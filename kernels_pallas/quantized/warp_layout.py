@@ -93,7 +93,8 @@ class Rows(NamedTuple):
     """Keys of a step, as functions of the thread.
 
     Attributes:
-      levels: pointer to the row of a plane of one of the warp's keys: the sum of a register and a number.
+      levels: pointer to the row of plane p of a key of the warp. Its number is a register plus a number that
+        is the same for all threads.
       scales: words with the scales of the keys 8i to 8i + 7 in plane p.
       gains: what base-2 scores of a query head gain with the keys 8i to 8i + 7: one number for each, or one
         for all; or None.

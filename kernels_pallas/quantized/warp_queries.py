@@ -30,7 +30,7 @@ ROUNDING = 0x4B400000
 
 
 def prepare_queries(form: Form, q: Any, shared: Any) -> list[Registers]:
-    """Round the queries of a KV head to integers. Each plane and tile is the work of one warp.
+    """Round the queries of a KV head to integers. Of several planes or tiles each is the work of one warp.
 
     Args:
       form: static shape.
@@ -84,7 +84,7 @@ def _prepare(
     total = reduced(r.add, whole)
     for distance in (1, 2):
         total = r.add(total, r.across(total, distance))
-    # Levels are bytes times 2^(8 - bits).
+    # A byte of a key is a level times 2^(8 - bits).
     offset = r.sub(0, r.shr_signed(r.mul(total, 256 - 2 ** (8 - bits)), 1))
     factor = r.fadd(r.fmul(largest, form.scale * LOG2_E / 128 / LARGEST_QUERY), poison)
     is_first = r.both(is_own, r.equal(place.quad, 0))

@@ -309,7 +309,7 @@ def test_scores_have_gains(interpreted, chosen):
     it.check(config=CodedConfig(stages=2, splits=2))
 
 
-@pytest.mark.parametrize(("page", "chosen"), [(64, 0), (192, 0), (64, 100)])
+@pytest.mark.parametrize(("page", "chosen"), [(64, 0), (128, 0), (192, 0), (64, 100)])
 @pytest.mark.full
 def test_gains_are_by_position_in_pages(interpreted, page, chosen):
     it = Case(*SHAPES[1], S=384)
@@ -369,7 +369,7 @@ def test_a_list_that_begins_with_what_does_not_count(interpreted):
     it.check(config=CodedConfig(splits=1))
 
 
-@pytest.mark.parametrize(("page", "splits"), [(64, 2), (192, 1)])
+@pytest.mark.parametrize(("page", "splits"), [(64, 2), (128, 2), (192, 1)])
 @pytest.mark.matrix
 def test_pages_are_read_as_rows(interpreted, page, splits):
     it = Case(*SHAPES[1], S=384)

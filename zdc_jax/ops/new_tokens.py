@@ -140,9 +140,13 @@ def rotate_and_store(
       cannot serve the call, even if `pallas` is requested, or if XLA is requested.
     """
     sinks, window = near
-    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table, "first_ring": first}
-    options["means"] = means
-
+    options: dict[str, Any] = {
+        "sinks": sinks,
+        "window": window,
+        "block_table": table,
+        "first_ring": first,
+        "means": means,
+    }
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.
 
@@ -163,6 +167,7 @@ def rotate_and_store(
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    given = *prepare(heads), *stored, positions[:, 0], end
-    queries, stored_k, stored_v = turn_and_store(*given, scale=scale, **options)
+    queries, stored_k, stored_v = turn_and_store(
+        *prepare(heads), *stored, positions[:, 0], end, scale=scale, **options
+    )
     return queries._replace(plain=queries.plain[:, None]), stored_k, stored_v
