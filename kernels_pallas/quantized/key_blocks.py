@@ -237,8 +237,10 @@ class Stream(Source):
     def _inside(self, step: Array, number: int) -> Array:
         """Return a block of a step. The last one is read twice if no other follows."""
         block = jnp.minimum(self._block(step, number), self.span.last - 1)
+        if self.g.units == 1 or self.g.ring:
+            return block
         # A step may begin before the first block with a slot that counts, whose page may not be there.
-        return block if self.g.units == 1 else jnp.maximum(block, lax.div(self.span.begin, jnp.int32(BLOCK)))
+        return jnp.maximum(block, lax.div(self.span.begin, jnp.int32(BLOCK)))
 
     def _units(self, step: Array) -> list[Array]:
         """Return the numbers of a step's units in the sequence."""
