@@ -49,8 +49,17 @@ def prepare_queries(form: Form, q: Any, shared: Any) -> list[Registers]:
     for number, (tile, p) in enumerate(each):
         # Read from a lane, the warp is known to be the same for all threads.
         is_own = r.equal(r.of_lane(place.warp, 0), number % WARPS)
-        to = r.at(shared, 512 * step), r.at(pairs, 64 * number)
-        prepare = functools.partial(_prepare, form, q, (tile, p), to, place, is_own)
+        prepare = functools.partial(
+            _prepare,
+            form,
+            q,
+            tile=tile,
+            p=p,
+            words_to=r.at(shared, 512 * step),
+            pair_to=r.at(pairs, 64 * number),
+            place=place,
+            is_own=is_own,
+        )
         if len(each) > 1:
             r.when(is_own, prepare)
         else:
@@ -62,10 +71,20 @@ def prepare_queries(form: Form, q: Any, shared: Any) -> list[Registers]:
 
 
 def _prepare(
-    form: Form, q: Any, part: tuple[int, int], to: tuple[Any, Any], place: Place, is_own: Register
+    form: Form,
+    q: Any,
+    *,
+    tile: int,
+    p: int,
+    words_to: Any,
+    pair_to: Any,
+    place: Place,
+    is_own: Register,
 ) -> None:
-    """Round the queries of a tile and plane, and store them, their offset and their factor."""
-    (tile, p), (words_to, pair_to) = part, to
+    """Round the queries of a tile and plane, and store them, their offset and their factor.
+
+    Only the threads of a warp that `is_own` store.
+    """
     count, bits, C = form.shares[p], form.bits[p], form.widths[p]
     row = r.at(q, r.mul(head_of(form, tile, place.row), 2 * sum(form.widths[:-1])))
     of_plane = r.at(row, 2 * sum(form.widths[:p]))
