@@ -70,7 +70,7 @@ class Options:
       systems: systems to run, in this order.
       measure_client: also run a server that answers at once.
       plan: plan of `ours-plan`, a preset or a file.
-      loop: closed loops, each PROMPT/OUTPUT@CLIENTSxREQUESTS, with 8 requests of each client by default.
+      loop: closed loops, each PROMPT/OUTPUT@CLIENTSxREQUESTS. Each client sends REQUESTS, by default 8.
       trace: trace of Azure (`.csv.gz`) or Mooncake (`.jsonl.gz`).
       start: start of the slice of the trace in seconds.
       seconds: length of the slice.
@@ -180,6 +180,7 @@ def measure(system: System, loads: list[Load], options: Options, vocab_size: int
             version = json.loads(asyncio.run(get(server.port, "/version"))[1])["version"]
             while left:
                 row: Row = {"version": version}
+                print(f"{system.name} {left[0].name}: {len(left[0].requests)} requests", flush=True)
                 row |= summarize(replay_warm(server, left[0], vocab_size, options.seed), left[0])
                 if "failed" in row:
                     row["log"] = server.read_log()

@@ -6,8 +6,8 @@
     planes of the store, and ring: values of one KV head: quantize → plane or ring
     G parts per 64 blocks:         what scores of one head gain in them, if keys leave out their mean
 
-A program with C coordinates of a query or key reads 2 H C bytes of a basis and computes 2 H C FLOP. All
-programs of a KV head and sequence have at most (G + 2)·2 H² of each. Only 4 H² bytes of the bases differ.
+A program with C coordinates of a query or key reads 2 H C bytes of a basis and computes 2 H C FLOP. Those
+of a KV head and sequence have at most (G + 2)·2 H² of each together. Only 4 H² bytes of the bases differ.
 Each plane then costs what it does in `encode`.
 
 Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
