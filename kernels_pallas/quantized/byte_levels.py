@@ -28,9 +28,9 @@ def bit_planes(bits: int) -> tuple[int, ...]:
 
 
 def key_share(C: int, bits: int) -> int:
-    """Return the consecutive coordinates that a quad has of a key with C coordinates.
+    """Return how many consecutive coordinates of a key with C coordinates each of its threads has.
 
-    Whole words, if they divide C: then the last quad may have none. Otherwise a quarter of C.
+    Whole words, if they divide C: then the last thread may have none. Otherwise a quarter of C.
     """
     high = bit_planes(bits)[0]
     whole = -(-C * high // (32 * QUADS)) * (32 // high)

@@ -24,6 +24,8 @@ LEAST = 2
 """Fewest steps of a part where not all CTAs run at once: each prepares queries, and merges four warps."""
 MOST_HEADS = 16
 """Largest number of query heads per KV head."""
+BARRIERS = 1024
+"""Bound of the shared memory of barriers, maxima and sums."""
 MOST_SLOTS = 8192
 """Longest list of slots, which is kept in shared memory."""
 MOST_ROWS = 2**31 - 1
@@ -61,8 +63,6 @@ class Plane(NamedTuple):
         return Arrays(self.levels, self.reach)
 
 
-_BARRIERS = 1024
-"""Bound of the shared memory of barriers, maxima and sums."""
 type Bits = tuple[tuple[int, ...], ...]
 """Bits of each plane of several arrays."""
 
@@ -149,7 +149,7 @@ def shared_bytes(q: Shaped, planes: Sequence[Plane], stages: int) -> int:
     form = Form(columns, tuple(x.width for x in planes), tuple(x.bits for x in planes), scale=1.0)
     step = STEP * sum(x.levels.shape[-1] for x in planes) + STEP // BLOCK * 128 * (len(planes) + 1)
     queries, outputs = 512 * form.query_rows, 16 * columns * planes[-1].width
-    return stages * step + queries + outputs + _BARRIERS
+    return stages * step + queries + outputs + BARRIERS
 
 
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:

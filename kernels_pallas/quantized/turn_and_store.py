@@ -155,7 +155,7 @@ def turn_and_store(
         entry is not written there. Rings are not paged.
       first_ring: ring of the first sequence; the others' follow. Default 0.
       means: mean that keys have left out, for the gains of the scores; default none.
-      scale: factor on the scores, and thus on the gains.
+      scale: factor on the scores, and thus on the gains; default 1.
       interpret: whether to run on any device, slowly.
 
     Returns:
