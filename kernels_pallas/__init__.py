@@ -9,7 +9,6 @@ from kernels_pallas.decode.merge import merged as merged
 from kernels_pallas.decode.merge import merged_at_once as merged_at_once
 from kernels_pallas.partial_attention import merge_partial as merge_partial
 from kernels_pallas.prefill.attention import prefill_attention as prefill_attention
-from kernels_pallas.prefill.inputs import MOST_SINKS as MOST_SINKS
 from kernels_pallas.prefill.inputs import NEAR_WINDOW as NEAR_WINDOW
 from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill.inputs import Trailing as Trailing

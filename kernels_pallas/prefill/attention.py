@@ -20,7 +20,8 @@ Unmasked far blocks, nearly all blocks, come first, so that their loop needs no 
 part.
 
 With near keys in arrays of their own, masked steps of far keys come before those of near keys, whose blocks
-the producer takes from these arrays. A position is visible in one of both kinds of steps.
+the producer takes from these arrays. A position is visible in one of both kinds of steps. Sinks are among the
+far keys, so that their block is like any other.
 """
 
 import functools
@@ -57,6 +58,8 @@ _L2_BYTES = 32 * 2**20
 """Size of keys and values of heads processed together, so that they stay in the second-level cache."""
 IN_TURNS = PrefillConfig(128, 2, 3, turns=80)
 """Config with turns that was measured faster at Z = 96 and R from 32 to 64."""
+NEAR_AND_FAR = PrefillConfig(64, 4, 3, overlap=True)
+"""Config that was measured faster at 128 coordinates with near keys in arrays of their own."""
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
@@ -125,9 +128,10 @@ def prefill_attention(
       window: size of the recent window; used like `sinks`.
       keys: `all` for j ≤ t; `far` for sinks ≤ j ≤ t - window only, to be merged with near attention by
         log-sum-exp (sequence parallelism). With `far`, queries may be after all keys. Not with `trailing`.
-      near: near keys and values, with R and Z coordinates in arrays of their own, for a window of at most
-        `NEAR_WINDOW`. The result covers them, too. `near.start` may be any position, or with
-        `block_scores` a multiple of 64. Only with `keys="far"`.
+      near: keys and values of the window, with R and Z coordinates in arrays of their own, for a window of at
+        most `NEAR_WINDOW`. The result covers them, too. `near.start` may be any position, or with
+        `block_scores` a multiple of 64. Only with `keys="far"` and without sinks, whose near keys and values
+        must be in `k` and `v`.
       block_table: page of each `page size` positions, int32. The page size is a multiple of 64 and of the
         config's block_kv. Entries of pages that no query of the sequence sees may have any value.
       block_scores: what scaled scores gain in each block of 64 positions of keys, float32 [B, T, N, blocks],
@@ -173,7 +177,9 @@ def prefill_attention(
     H, HV = (H, H) if two_ranks else (R, Z)
     page = 0 if block_table is None else S
     S = S if block_table is None else block_table.shape[1] * page
-    config = config or config_for(R, Z, H, HV, page=page)
+    if config is None:
+        with_near = near is not None and R == Z == 128
+        config = NEAR_AND_FAR if with_near else config_for(R, Z, H, HV, page=page)
     if block_scores is not None and config.block_kv > 2 * GAIN_BLOCK:
         config = replace(config, block_kv=2 * GAIN_BLOCK, turns=min(config.turns, 2 * GAIN_BLOCK))
     g = Geometry(

@@ -90,10 +90,6 @@ class Consumer(NamedTuple):
         if self.g.keys == "both":
             kind = jnp.where(self.item.is_near(step), jnp.int32(_RECENT), jnp.int32(_FAR))
             first_key = first_key + jnp.where(kind == _RECENT, self.item.base, 0)
-            if self.g.sinks:
-                at_sinks = self.item.is_at_own_sinks(step)
-                kind = jnp.where(at_sinks, jnp.int32(_SINKS), kind)
-                first_key = jnp.where(at_sinks, 0, first_key)
         return first_key, kind
 
     def _parts(self, first_key: Array, kind: Array) -> tuple[Any, Any]:
@@ -113,9 +109,8 @@ class Consumer(NamedTuple):
             return lax.div(jnp.clip(key, 0, self.config.block_kv), rows)
 
         begin, end = part(first - self.g.window + 1), part(first + 2 * ROWS - 1)
-        begin, end = jnp.where(kind == _SINKS, 0, begin), jnp.where(kind == _SINKS, 1, end)
         if self.g.keys == "near":
-            return begin, end
+            return jnp.where(kind == _SINKS, 0, begin), jnp.where(kind == _SINKS, 1, end)
         is_far = kind == _FAR
         return jnp.where(is_far, 0, begin), jnp.where(is_far, part(first + 2 * ROWS - 1 - self.g.window), end)
 
@@ -163,13 +158,14 @@ class Consumer(NamedTuple):
             return (j <= t - g.window) & (j >= g.sinks) & (j < g.S)
         never = jnp.iinfo(jnp.int32).max // 2
 
-        def pick(of_sinks, recent, far):
-            found = jnp.where(kind == _SINKS, jnp.int32(of_sinks), jnp.int32(recent))
-            return found if g.keys == "near" else jnp.where(kind == _FAR, jnp.int32(far), found)
+        def pick(other: int, recent: int) -> Array:
+            return jnp.where(kind == _RECENT, jnp.int32(recent), jnp.int32(other))
 
-        first = jnp.maximum(t - (pick(never, g.window, never) - 1), pick(0, g.sinks, g.sinks))
-        newest = t if g.keys == "near" else t - pick(0, 0, g.window)
-        last = jnp.minimum(newest, pick(g.sinks - 1, never, g.S - 1))
+        first, last = t - pick(never, g.window - 1), t
+        if g.keys == "near":
+            first, last = jnp.maximum(first, pick(0, g.sinks)), jnp.minimum(last, pick(g.sinks - 1, never))
+        else:
+            last = jnp.minimum(last - pick(g.window, 0), pick(g.S - 1, never))
         return (first <= j) & (j <= last)
 
     def _plain_step(self, step: Array, carry: tuple[State, Gains]) -> tuple[State, Gains]:

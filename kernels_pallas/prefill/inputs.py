@@ -208,18 +208,11 @@ def _check_near(q: Shaped, k: Shaped, v: Shaped, near: Trailing, sinks: int, win
         raise ValueError(
             f"near: needs keys='far' and a window of 1 to {NEAR_WINDOW}, not keys={keys!r}, window={window}"
         )
-    if sinks > MOST_SINKS:
-        raise ValueError(f"sinks={sinks}: must be at most {MOST_SINKS}")
-    given: dict[str, tuple[Array | None, int]] = {"k": (near.k, R), "v": (near.v, Z)}
     if sinks:
-        given |= {"sink_k": (near.sink_k, R), "sink_v": (near.sink_v, Z)}
-    for name, (x, width) in given.items():
-        if x is None:
-            raise ValueError(f"sinks={sinks}: need near.{name}, not None")
+        raise ValueError(f"sinks={sinks}: must be 0 with near; k and v have the sinks' near values")
+    for name, x, width in (("k", near.k, R), ("v", near.v, Z)):
         common.check_dtypes(q=q, **{f"near.{name}": x})
         common.check_shape(f"near.{name}", x, (B, K, None, width), "B, K, M, coordinates")
-        if name.startswith("sink") and x.shape[2] < sinks:
-            raise ValueError(f"near.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
     if near.k.shape[2] != near.v.shape[2]:
         raise ValueError(f"near.v has {near.v.shape[2]} rows: must have as many as near.k, {near.k.shape[2]}")
     common.check_integers("near.start", near.start, (B,), "B")

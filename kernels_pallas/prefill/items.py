@@ -42,8 +42,8 @@ class Item(NamedTuple):
     With near keys alone, all masked steps are inner: those of the sinks' own array, and of blocks from `edge`
     on, without the unmasked blocks between them. Row 0 of these blocks is at position `base`.
 
-    With far and near keys from arrays of their own (`both`), the last `near` of the inner steps are those of
-    near keys: the sinks' own array, if there are sinks, and near blocks from `near_edge` on.
+    With far and near keys from arrays of their own (`both`), there are no sinks. The last `near` of the inner
+    steps are those of near keys, in blocks from `near_edge` on.
     """
 
     b: Array
@@ -69,8 +69,7 @@ class Item(NamedTuple):
         block = jnp.where(self.at_sinks(step), 0, masked)
         block = jnp.where(step < self.plain, self.begin + step, block)
         if g.keys == "both":
-            own = jnp.maximum(self.near_edge + step - self.far - (g.sinks > 0), 0)
-            block = jnp.where(self.is_near(step), own, block)
+            block = jnp.where(self.is_near(step), self.near_edge + step - self.far, block)
         return block
 
     @property
@@ -81,10 +80,6 @@ class Item(NamedTuple):
     def is_near(self, step: Array) -> Array:
         """Return whether a step has near keys from an array of their own."""
         return step >= self.far
-
-    def is_at_own_sinks(self, step: Array) -> Array:
-        """Return whether a step is that of the sinks' own array, if there are sinks and `near` steps."""
-        return step == self.far
 
     def at_sinks(self, step: Array) -> Array:
         """Return whether a step is that of the sinks."""
@@ -115,7 +110,7 @@ def _list_near_steps(g: Geometry, block: int, first: Array, end: Array, base: Ar
     """Return `near` and `near_edge` of queries at first … end - 1."""
     edge = lax.div(jnp.maximum(first - g.window + 1 - base, 0), jnp.int32(block))
     last = lax.div(end - base + (block - 1), jnp.int32(block))
-    return jnp.where(end <= first, 0, last - edge + (g.sinks > 0)), edge
+    return jnp.where(end <= first, 0, last - edge), edge
 
 
 def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:

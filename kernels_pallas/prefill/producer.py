@@ -33,15 +33,11 @@ def load_keys(g: Geometry, config: PrefillConfig, smem: Buffers, item: Item, ref
         pl.when(jnp.logical_not(at_sinks))(lambda: start(source, lead, row, to, ready))
 
     def copy_far_or_near(
-        step: Array, far: Any, near: Any, of_sinks: Any, lead: Array, row: Array, within: Array, *to: Any
+        step: Array, far: Any, near: Any, lead: Array, row: Array, within: Array, *to: Any
     ) -> None:
         """Copy a block of far keys or values, or of near ones from their own arrays."""
         is_near = item.is_near(step)
         pl.when(jnp.logical_not(is_near))(lambda: start(far, lead, pl.multiple_of(within, 8), *to))
-        if g.sinks:
-            at_sinks = item.is_at_own_sinks(step)
-            pl.when(at_sinks)(lambda: start(of_sinks, item.b, 0, *to))
-            is_near = is_near & jnp.logical_not(at_sinks)
         pl.when(is_near)(lambda: start(near, item.b, pl.multiple_of(row, 8), *to))
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
@@ -53,7 +49,7 @@ def load_keys(g: Geometry, config: PrefillConfig, smem: Buffers, item: Item, ref
             pl.when(step >= config.stages)(functools.partial(plgpu.barrier_wait, ring.free.at[slot]))
             to = ring.data.at[slot], ring.ready.at[slot]
             if g.keys == "both":
-                copy_far_or_near(step, far, near, of_sinks, lead, row, within, *to)
+                copy_far_or_near(step, far, near, lead, row, within, *to)
             else:
                 copy(at_sinks, far, of_sinks if g.keys == "near" else None, lead, within, *to)
 

@@ -4,9 +4,9 @@
     each array, each of its planes: load scales; each part of the coordinates: load levels → unpack → store
 
 A program unpacks the levels of some tokens of one KV head, multiplies them by their scales and writes the
-result. Programs without requested tokens exit. Per token and array the kernel reads C·bits/8 + 1 bytes per
-plane and writes 2 C or 4 C. A coordinate costs three FLOP, so memory traffic bounds the time. Results are
-bitwise those of `FittedIntegers`.
+result, or copies sinks. Programs without requested tokens exit. Per token and array the kernel reads
+C·bits/8 + 1 bytes per plane and writes 2 C or 4 C. A coordinate costs three FLOP, so memory traffic bounds
+the time. Results are bitwise those of `FittedIntegers`.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_dequantise` raises, and XLA does the work.
 """
@@ -42,6 +42,8 @@ def dequantise(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     block_table: Int[Array, "B pages"] | None = None,
+    sinks: int = 0,
+    sink_values: Sequence[Float[Array, "B K P _"]] = (),
     interpret: bool = False,
 ) -> list[Float[Array, "B K S _"]]:
     """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
@@ -54,6 +56,8 @@ def dequantise(
       ends: number of slots of each sequence, int32.
       dtype: dtype of the arrays: bfloat16, float16 or float32.
       block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are zeros.
+      sinks: number of first tokens whose values are those of `sink_values`, not those of their levels.
+      sink_values: for each array the values of at least `sinks` tokens, in `dtype`; empty without sinks.
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -63,12 +67,22 @@ def dequantise(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_dequantise(planes, ends, dtype=dtype, block_table=block_table)
+    check_dequantise(planes, ends, dtype=dtype, block_table=block_table, sinks=sinks, sink_values=sink_values)
     arrays = [[plane.arrays for plane in each] for each in planes]
     bits = tuple(tuple(plane.bits for plane in each) for each in planes)
     widths = tuple(sum(plane.width for plane in each) for each in planes)
     dtype = jnp.dtype(dtype)
-    found = _launch(arrays, ends, block_table, bits=bits, widths=widths, dtype=dtype, interpret=interpret)
+    found = _launch(
+        arrays,
+        ends,
+        block_table,
+        tuple(sink_values) if sinks else (),
+        bits=bits,
+        widths=widths,
+        dtype=dtype,
+        sinks=sinks,
+        interpret=interpret,
+    )
     return list(found)
 
 
@@ -78,6 +92,8 @@ def check_dequantise(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     block_table: Shaped | None = None,
+    sinks: int = 0,
+    sink_values: Sequence[Shaped] = (),
 ) -> None:
     """Check the arguments of `dequantise`; errors are those it documents."""
     common.check_device()
@@ -93,17 +109,30 @@ def check_dequantise(
             check_offsets(f"planes[{i}][{j}]", plane)
     if jnp.dtype(dtype) not in DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
+    if sinks < 0 or (sinks and len(sink_values) != len(planes)):
+        raise ValueError(
+            f"{sinks=}: must be 0, or above with sink_values for {len(planes)} arrays, not {len(sink_values)}"
+        )
+    for i, (x, each) in enumerate(zip(sink_values, planes, strict=True) if sinks else ()):
+        name, width = f"sink_values[{i}]", sum(plane.width for plane in each)
+        common.check_shape(name, x, (ends.shape[0], K, None, width), "B, K, P, C")
+        if x.dtype != jnp.dtype(dtype) or x.shape[2] < sinks:
+            raise ValueError(
+                f"{name} has {x.shape[2]} tokens of {x.dtype}: must have {sinks} of {jnp.dtype(dtype)}"
+            )
 
 
-@lower_once("bits", "widths", "dtype", "interpret")
+@lower_once("bits", "widths", "dtype", "sinks", "interpret")
 def _launch(
     arrays: Sequence[Sequence[Arrays]],
     ends: Array,
     block_table: Array | None,
+    sink_values: tuple[Array, ...],
     *,
     bits: Bits,
     widths: tuple[int, ...],
     dtype: Any,
+    sinks: int,
     interpret: bool,
 ) -> Sequence[Array]:
     """Launch `dequantise` on checked arguments; `arrays` are those of all planes."""
@@ -112,28 +141,38 @@ def _launch(
     # No program has tokens of two pages, or past S.
     rows = math.gcd(TOKENS, reach.shape[2])
     return pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows),
+        functools.partial(_kernel, bits=bits, rows=rows, sinks=sinks),
         out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
         grid=(B, K, S // rows),
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_dequantise",
-    )(ends.astype(jnp.int32), block_table, arrays)
+    )(ends.astype(jnp.int32), block_table, sink_values, arrays)
 
 
-def _kernel(ends_ref: Any, table_ref: Any, arrays: Any, *out_refs: Any, bits: Bits, rows: int) -> None:
+def _kernel(
+    ends_ref: Any,
+    table_ref: Any,
+    sink_refs: Sequence[Any],
+    arrays: Any,
+    *out_refs: Any,
+    bits: Bits,
+    rows: int,
+    sinks: int,
+) -> None:
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     end = ends_ref[b]
 
     @pl.when((first & -LARGEST_BLOCK) < end)
     def _() -> None:
         lead, slot = b, first
-        kept = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < end
+        token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        kept, is_sink = token < end, (token < end) & (token < sinks)
         if table_ref is not None:
             lead, slot, there = in_pages(table_ref, b, first, arrays[0][0].levels.shape)
             kept &= there
         slots = pl.ds(slot, rows)
-        for out_ref, each, each_bits in zip(out_refs, arrays, bits, strict=True):
+        for array, (out_ref, each, each_bits) in enumerate(zip(out_refs, arrays, bits, strict=True)):
             begin = 0
             for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
                 C = levels_ref.shape[-1] * 8 // plane_bits
@@ -145,8 +184,12 @@ def _kernel(ends_ref: Any, table_ref: Any, arrays: Any, *out_refs: Any, bits: Bi
                         at = levels_ref.at[lead, kv, slots, pl.ds(jnp.int32(place), size)]
                         level = level << plane | _unpacked(plt.load(at, mask=kept, other=0), plane)
                     odd = 2 * level.astype(jnp.float32) + (1 - 2**plane_bits)
-                    written = pl.ds(first, rows), pl.ds(jnp.int32(begin + i), width)
-                    plt.store(out_ref.at[b, kv, *written], (odd * step).astype(out_ref.dtype))
+                    values, columns = (odd * step).astype(out_ref.dtype), pl.ds(jnp.int32(begin + i), width)
+                    if sinks:
+                        column = begin + i + lax.broadcasted_iota(jnp.int32, (1, width), 1)
+                        at = sink_refs[array].at[b, kv, jnp.minimum(token, sinks - 1), column]
+                        values = jnp.where(is_sink, plt.load(at, mask=is_sink, other=0), values)
+                    plt.store(out_ref.at[b, kv, pl.ds(first, rows), columns], values)
                 begin += C
 
 

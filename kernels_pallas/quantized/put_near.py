@@ -1,6 +1,6 @@
 """New near tokens of a chunk of prompts, to all places that need them, in one launch (ours).
 
-    grid: (B, K, tiles of slots, then tiles of 32 rows), Triton; 4 warps per program, no explicit barriers
+    grid: (B, K, tiles of slots, then tiles of 8 rows), Triton; 2 warps per program, no explicit barriers
     slots: load the token of each slot → quantize → ring, snapshot
            load the slot's old token → rows, if queries of the chunk still read it
     rows:  load the new token of each row → quantize → values; zeros where there is no token
@@ -13,7 +13,7 @@ XLA would need about fifteen.
 Rings and snapshots are updated in place. A program has its own slots, of which it reads the old tokens before
 it writes new ones, so that programs need no order. Within a program that order rests on Triton: each thread
 writes the levels that it read itself, and scales are stored after a barrier that Triton inserts. So it was in
-the code compiled for 128 coordinates and tiles of 4, 8 and 32 slots.
+the code compiled for 128 coordinates and tiles of 4 and 8 slots.
 
 JAX plans to drop Pallas' Triton back end. Without it `check_put_near` raises, and XLA does the work.
 """
@@ -40,7 +40,7 @@ from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 BITS = 8
 """Bits per level of a ring."""
-ROWS = 32
+ROWS = 8
 """Rows per program, and largest number of slots."""
 
 
@@ -206,7 +206,7 @@ def _launch(
         out_shape=(stored, near, of_sinks),
         grid=(B, K, M // g.tile + total // ROWS),
         input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(arrays)))},
-        compiler_params=plt.CompilerParams(num_warps=4),
+        compiler_params=plt.CompilerParams(num_warps=2),
         interpret=interpret,
         name="zdc_put_near",
     )(numbers, x, arrays)

@@ -1,12 +1,14 @@
 """Scores that each block of 64 positions gains because keys left out their mean, in one launch (ours).
 
-    grid: (tiles of tokens · tiles of blocks, N, B); one program has the tokens of one block of positions, one
-          query head, and some blocks. No explicit barriers.
+    grid: (tiles of tokens · groups of steps, N, B), Triton; 4 warps per program, no explicit barriers
+    program: queries of one block of positions and one head → products with the mean
+             each step: load the turns of 16 or 32 blocks → matrix product → store
 
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
 then cost 2 H FLOP, three times over, and 4 bytes of the result. A program reads 4 H bytes per block, and each
-query once. A program exits if its blocks all come after its tokens, or if a single token is padding.
+query once. It ends with the block of its tokens. Products cost as much as two or three steps, so programs
+take all steps where there are enough programs. A single token has no steps, but programs of 64 blocks.
 
 For several tokens both factors are sums of two float16 numbers, and three products of these parts are added.
 That has 21 bits, nearly as with TensorFloat32, at half of the instructions and of the shared memory. The
@@ -20,7 +22,7 @@ JAX plans to drop Pallas' Triton back end. Without it `check_score_blocks` raise
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,12 +37,14 @@ from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.triton import check_back_end, plt
 
-BLOCKS = 128
-"""Blocks of a program with several tokens."""
+BLOCKS = 32
+"""Blocks of a step of a program with several tokens; half as many if there are at most 64 blocks."""
 PAIRS = 64
 """Pairs of coordinates that such a program multiplies at a time."""
-WARPS = 8
-"""Warps of such a program."""
+PROGRAMS = 528
+"""Programs that occupy a GPU; with more, each takes several steps."""
+WARPS = 4
+"""Warps of a program."""
 BLOCKS_OF_ONE = 64
 """Blocks of a program with a single token."""
 SMALLEST = 1e-30
@@ -99,16 +103,32 @@ def score_blocks(
     (B, T, N), blocks = q.shape[:3], turns.shape[0]
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
-    each = BLOCKS_OF_ONE if T == 1 else BLOCKS
+    across = pl.cdiv(blocks, BLOCKS_OF_ONE)
+    kernel = functools.partial(_score_one, scale=scale)
+    if T > 1:
+        each = BLOCKS if blocks > 2 * BLOCKS else BLOCKS // 2
+        steps = choose_steps(tiles * N * B, pl.cdiv(blocks, each))
+        across = pl.cdiv(blocks, each * steps)
+        kernel = functools.partial(_score_tokens, scale=scale, each=each, across=across, steps=steps)
     span = [x.astype(jnp.int32) for x in (starts, starts + T if ends is None else ends)]
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, each=each),
+        kernel,
         out_shape=jax.ShapeDtypeStruct((B, N, blocks, T), jnp.float32),
-        grid=(tiles * pl.cdiv(blocks, each), N, B),
-        compiler_params=plt.CompilerParams(num_warps=4 if T == 1 else WARPS),
+        grid=(tiles * across, N, B),
+        compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="zdc_score_blocks",
     )(span, q, MeanTurns(mean, in_block, [turns] if T == 1 else split_in_two(turns)))
+
+
+def choose_steps(queries: int, most: int) -> int:
+    """Return how many steps of blocks a program takes, so that there are enough programs.
+
+    Args:
+      queries: programs if each took all steps.
+      most: steps of all blocks.
+    """
+    return max(1, most // max(1, PROGRAMS // queries))
 
 
 def split_in_two(x: Float[Array, "..."]) -> list[Array]:
@@ -202,27 +222,40 @@ def score_token(
     return functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(turns, products, strict=True)))
 
 
-def _kernel(
-    span_refs: Sequence[Any], q_ref: Any, means: MeanTurns, out_ref: Any, *, scale: float, each: int
-) -> None:
-    T, N, H = q_ref.shape[1:]
-    blocks, half, groups = means.turns[0].shape[0], H // 2, N // means.mean.shape[0]
+def _score_one(span_refs: Sequence[Any], q_ref: Any, means: MeanTurns, out_ref: Any, *, scale: float) -> None:
+    """Score some blocks for the only query of a head and sequence."""
+    N, blocks = q_ref.shape[2], means.turns[0].shape[0]
     n, b = pl.program_id(1), pl.program_id(2)
-    kv, across = lax.div(n, jnp.int32(groups)), jnp.int32(pl.cdiv(blocks, each))
-    tile, first_block = lax.div(pl.program_id(0), across), lax.rem(pl.program_id(0), across) * each
+    first_block = pl.program_id(0) * BLOCKS_OF_ONE
     start, end = (ref[b] for ref in span_refs)
-    own = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile
-    block = first_block + lax.iota(jnp.int32, each)
-    if T == 1:
 
-        @pl.when((first_block <= own) & (start < end))
-        def _score_one() -> None:
-            one = means._replace(turns=means.turns[0])
-            score = score_token(one, q_ref, (b, 0, n), kv, start, block)
-            plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
+    @pl.when((first_block <= lax.div(start, jnp.int32(GAIN_BLOCK))) & (start < end))
+    def _() -> None:
+        one, kv = means._replace(turns=means.turns[0]), lax.div(n, jnp.int32(N // means.mean.shape[0]))
+        block = first_block + lax.iota(jnp.int32, BLOCKS_OF_ONE)
+        score = score_token(one, q_ref, (b, 0, n), kv, start, block)
+        plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
 
-        return
-    distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
+
+def _score_tokens(
+    span_refs: Sequence[Any],
+    q_ref: Any,
+    means: MeanTurns,
+    out_ref: Any,
+    *,
+    scale: float,
+    each: int,
+    across: int,
+    steps: int,
+) -> None:
+    """Score some steps of `each` blocks for the queries of one block."""
+    T, N, H = q_ref.shape[1:]
+    blocks, half = means.turns[0].shape[0], H // 2
+    n, b = pl.program_id(1), pl.program_id(2)
+    kv = lax.div(n, jnp.int32(N // means.mean.shape[0]))
+    tile, first_step = (f(pl.program_id(0), jnp.int32(across)) for f in (lax.div, lax.rem))
+    start, end = (ref[b] for ref in span_refs)
+    own, first_step = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile, first_step * steps
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)
     there = (token >= 0) & (token < T)
 
@@ -232,30 +265,38 @@ def _kernel(
         q = load_pairs(q_ref, (b, token[:, None], n), there[:, None], pairs)
         return multiply_mean(q, load_pairs(means.mean, (kv,), True, pairs), turn)
 
-    def store_all(scores: Array) -> None:
-        needed = ((block <= own) & (block < blocks))[:, None] & there[None]
-        plt.store(out_ref.at[b, n, block[:, None], token[None]], scores, mask=needed)
+    def each_step(score: Callable[[Array], Array]) -> None:
+        """Store the scores of all blocks that tokens of this program need."""
 
-    @pl.when((first_block <= own) & (own * GAIN_BLOCK >= end))
+        @pl.loop(first_step, jnp.minimum(first_step + steps, lax.div(own, jnp.int32(each)) + 1))
+        def _step(step: Array) -> None:
+            block = step * each + lax.iota(jnp.int32, each)
+            needed = ((block <= own) & (block < blocks))[:, None] & there[None]
+            plt.store(out_ref.at[b, n, block[:, None], token[None]], score(block), mask=needed)
+
+    @pl.when(own * GAIN_BLOCK >= end)
     def _() -> None:
-        store_all(jnp.zeros((each, GAIN_BLOCK), jnp.float32))
+        each_step(lambda _: jnp.zeros((each, GAIN_BLOCK), jnp.float32))
 
-    @pl.when((first_block <= own) & (own * GAIN_BLOCK < end))
+    @pl.when((own * GAIN_BLOCK < end) & (first_step * each <= own))
     def _() -> None:
         slices = [first + lax.broadcasted_iota(jnp.int32, (1, PAIRS), 1) for first in range(0, half, PAIRS)]
         products = [multiply(pairs) for pairs in slices]
         sizes = [jnp.abs(x).max(1) for x in itertools.chain(*products)]
         largest = jnp.maximum(functools.reduce(jnp.maximum, sizes), SMALLEST)
-        score = jnp.zeros((each, GAIN_BLOCK), jnp.float32)
-        for pairs, both in zip(slices, products, strict=True):
-            highs, lows = (
-                load_pairs(ref, (distance,), (block < blocks)[:, None], pairs) for ref in means.turns
-            )
-            for high, low, product in zip(highs, lows, both, strict=True):
-                first, second = split_in_two(product * (1 / largest)[:, None])
-                for x, y in ((high, first), (high, second), (low, first)):
-                    score += _multiply(x, y)
-        store_all(score * (scale * largest)[None])
+        parts = [[split_in_two(x * (1 / largest)[:, None]) for x in both] for both in products]
+
+        def score(block: Array) -> Array:
+            distance = jnp.clip(own - block, 0, blocks - 1)[:, None]
+            found = jnp.zeros((each, GAIN_BLOCK), jnp.float32)
+            for pairs, both in zip(slices, parts, strict=True):
+                highs, lows = (load_pairs(ref, (distance,), True, pairs) for ref in means.turns)
+                for high, low, (first, second) in zip(highs, lows, both, strict=True):
+                    for x, y in ((high, first), (high, second), (low, first)):
+                        found += _multiply(x, y)
+            return found * (scale * largest)[None]
+
+        each_step(score)
 
 
 def _multiply(x: Array, y: Array) -> Array:

@@ -216,14 +216,14 @@ def test_prefill_of_near_keys_alone(H: int, warpgroups: int, block_kv: int, over
 
 
 def prefill_near_and_far(H: int) -> list[Kernel]:
-    """Compile prefill of far keys, and near keys from arrays of their own."""
+    """Compile prefill of far keys, near keys from arrays of their own, and block scores."""
 
-    def f(q, k, v, starts, *near):
-        apart = Trailing(*near[:2], starts, *near[2:])
-        return prefill_attention(q, k, v, scale=0.1, starts=starts, keys="far", near=apart, **NEAR)
+    def f(q, k, v, starts, gains, *near):
+        options = {"near": Trailing(*near, starts), "window": 512, "block_scores": gains}
+        return prefill_attention(q, k, v, scale=0.1, starts=starts, keys="far", **options)
 
-    near = [shape(1, N, tokens, H) for tokens in (S, S, 8, 8)]
-    return compiled(f, shape(1, S, N, H), shape(1, N, S, H), shape(1, N, S, H), integers(1), *near)
+    near, gains = [shape(1, N, S, H)] * 2, jax.ShapeDtypeStruct((1, S, N, S // 64), jnp.float32)
+    return compiled(f, shape(1, S, N, H), shape(1, N, S, H), shape(1, N, S, H), integers(1), gains, *near)
 
 
 @pytest.mark.parametrize(("widths", "config"), tuned("decode"))

@@ -36,10 +36,10 @@ def near_and_far(T, starts, counts, window, sinks, config, page=0, H=16):
     def cut(x):
         return jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, :rows] for b in range(B)])
 
-    of_sinks = (near[0][:, :, :64], near[1][:, :, :64]) if sinks else ()
-    apart = Trailing(cut(near[0]), cut(near[1]), jnp.asarray(base, jnp.int32), *of_sinks)
-    options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "sinks": sinks, "window": window}
-    wanted = prefill_near_and_far(q, far, near, gains=gains, **options)
+    apart = Trailing(cut(near[0]), cut(near[1]), jnp.asarray(base, jnp.int32))
+    options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "window": window}
+    wanted = prefill_near_and_far(q, far, near, gains=gains, sinks=sinks, **options)
+    far = [x.at[:, :, :sinks].set(y[:, :, :sinks]) for x, y in zip(far, near, strict=True)]
     table = None
     if page:
         pages = B * S // page

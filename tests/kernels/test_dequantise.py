@@ -58,10 +58,15 @@ def same_bits(one, other):
     np.testing.assert_array_equal(*(x.view(integers)[~no_number] for x in (one, other)))
 
 
-def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
+def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, **options):
     """Assert that results are exact in rows, or in pages of a pool without the tokens after the ends."""
     planes, ends, table = planes_of(kinds, S), np.array(ends), None
     expected = [read(each, dtype) for each in planes]
+    if sinks:
+        rng = np.random.default_rng(1)
+        values = [jnp.asarray(rng.normal(size=(B, K, sinks + 3, x.shape[3])), dtype) for x in expected]
+        expected = [x.at[:, :, :sinks].set(y[:, :, :sinks]) for x, y in zip(expected, values, strict=True)]
+        options |= {"sinks": sinks, "sink_values": values}
     if page:
         pool = Pool([plane for each in planes for plane in each], np.zeros(B, int), ends, page)
         rest, table = iter(pool.planes), pool.table
@@ -73,7 +78,7 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
             same_bits(x[b, :, :end], wanted[b, :, :end])
             assert not np.any(x[b, :, end:zeros])
             # The interpreter fills outputs with NaN.
-            assert not options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
+            assert "interpret" not in options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
@@ -88,6 +93,21 @@ def test_reads_what_the_code_does(kinds):
 @pytest.mark.usefixtures("optimised")
 def test_reads_pages(kinds, page):
     check(kinds, page, S=-(-FEW // page) * page, interpret=True)
+
+
+@pytest.mark.parametrize("sinks", [4, TOKENS + 6])
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.matrix("0-4")
+@pytest.mark.usefixtures("optimised")
+def test_sinks_have_values_of_their_own(sinks, page):
+    check(KINDS["index"], page, S=FEW, sinks=sinks, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [4, TOKENS + 6])
+@pytest.mark.parametrize("page", [0, 16, 128])
+def test_sinks_have_values_of_their_own_on_the_device(sinks, page):
+    check(KINDS["index"], page, sinks=sinks)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
@@ -171,6 +191,8 @@ def test_reaches_whose_offsets_triton_gets_wrong_are_refused():
         ({"dtype": jnp.int8}, "dtype=int8: must be bfloat16, float16 or float32"),
         ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(16, any\)"),
         ({"table": (16, 0)}, "block_table has 0 pages per sequence, the pool 16: must be at least 1"),
+        ({"sinks": 4}, "sinks=4: must be 0, or above with sink_values for 2 arrays, not 0"),
+        ({"sinks": 4, "P": 3}, r"sink_values\[0\] has 3 tokens of bfloat16: must have 4 of bfloat16"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -179,8 +201,15 @@ def test_refusals(change, message):
     planes = [[like(64)], [like(it["S"], bits=it["bits"], width=it["width"], dtype=it["integers"])]]
     ends = jax.ShapeDtypeStruct((it["rows"],), jnp.int32)
     table = jax.ShapeDtypeStruct(it["table"], jnp.int32) if "table" in it else None
-    reason = dequantise_refusal(planes, ends, dtype=it["dtype"], block_table=table)
+    of_sinks = [jax.ShapeDtypeStruct((16, 32, it["P"], 32), jnp.bfloat16)] * 2 if "P" in it else []
+    options = {
+        "dtype": it["dtype"],
+        "block_table": table,
+        "sinks": it.get("sinks", 0),
+        "sink_values": of_sinks,
+    }
+    reason = dequantise_refusal(planes, ends, **options)
     assert reason is not None
     assert re.search(message, reason), reason
     with pytest.raises(ValueError, match=message):
-        dequantise(planes, ends, dtype=it["dtype"], block_table=table)
+        dequantise(planes, ends, **options)

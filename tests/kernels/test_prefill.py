@@ -59,7 +59,7 @@ WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 TABLE = shape(1, 4, dtype=jnp.int32)
 
 
-NEAR = {"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64, "sinks": 4, "keys": "far"}
+NEAR = {"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64, "keys": "far"}
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -264,9 +264,7 @@ def test_by_default_turns_are_taken_where_they_won():
         (pool(9, 64), "k has shape"),
         ({"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64}, "near: needs keys='far'"),
         ({**NEAR, "window": 0}, "near: needs keys='far' and a window of 1 to 512, .* window=0"),
-        ({**NEAR, "sinks": 65}, "sinks=65: must be at most 64"),
-        ({**NEAR, "sinks": 9}, "near.sink_k has 8 rows: needs at least sinks=9"),
-        ({**NEAR, "near": NEAR["near"]._replace(sink_v=None)}, "sinks=4: need near.sink_v, not None"),
+        ({**NEAR, "sinks": 4}, "sinks=4: must be 0 with near"),
         ({**NEAR, "near": trailing_shapes(1, 2, 64, 48, 0, 0)}, "near.k"),
     ],
 )  # fmt: skip

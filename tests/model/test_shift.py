@@ -11,6 +11,8 @@ from conftest import LLAMA, OPT, TinyModel
 
 from convert.calibration.calibrate import collect_moments, estimate_shift
 from kernels_pallas import score_blocks, score_blocks_refusal
+from kernels_pallas.rope import score_blocks as scoring
+from kernels_pallas.rope.score_blocks import PROGRAMS, choose_steps
 from zdc_jax import methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -261,7 +263,12 @@ def test_a_plan_file_names_shifted_layers(tmp_path):
 @pytest.mark.parametrize("H", [128, 96])
 @pytest.mark.matrix("128-1")
 def test_the_kernel_scores_blocks_as_xla_does(H, T):
-    rng, starts, blocks = np.random.default_rng(T), np.array([63, 4096]), 70
+    check_scores_of_blocks(H, T, blocks=70)
+
+
+def check_scores_of_blocks(H, T, blocks):
+    """Compare the kernel with XLA for sequences that begin within the first blocks."""
+    rng, starts = np.random.default_rng(T), np.array([63, 4096])
     frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))
     mean = jnp.float32(rng.normal(size=(2, H)) * 20)
     q = jnp.float32(rng.normal(size=(2, T, 4, H)))
@@ -276,6 +283,17 @@ def test_the_kernel_scores_blocks_as_xla_does(H, T):
     largest = np.abs(want[seen]).max()
     assert largest > 5
     np.testing.assert_allclose(found[seen], want[seen], atol=1e-5 * largest)
+
+
+def test_programs_of_several_steps(monkeypatch):
+    monkeypatch.setattr(scoring, "PROGRAMS", 1)
+    check_scores_of_blocks(64, 140, blocks=75)
+
+
+def test_programs_take_several_steps_if_there_are_enough():
+    assert choose_steps(queries=PROGRAMS, most=40) == choose_steps(queries=2 * PROGRAMS, most=40) == 40
+    assert choose_steps(queries=PROGRAMS // 4, most=40) == 10
+    assert choose_steps(queries=12, most=40) == choose_steps(queries=12, most=1) == 1
 
 
 def test_padding_has_finite_scores():

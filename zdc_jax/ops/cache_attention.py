@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
-    MOST_SINKS,
     NEAR_WINDOW,
     CodedPass,
     Parts,
@@ -146,9 +145,9 @@ def stored_attention(
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
 
-def can_join(sinks: int, window: int) -> bool:
-    """Return whether `near_far_attention` supports these near tokens."""
-    return 0 < window <= NEAR_WINDOW and sinks <= MOST_SINKS
+def can_join(window: int) -> bool:
+    """Return whether `near_far_attention` supports a window of near tokens."""
+    return 0 < window <= NEAR_WINDOW
 
 
 def near_far_attention(
@@ -159,16 +158,17 @@ def near_far_attention(
     positions: Int[Array, "B T"],
     *,
     scale: float,
-    sinks: int,
     window: int,
     end: Int[Array, " B"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Attend to far keys as `stored_attention` does on kernels, and to near keys, with one kernel.
+    """Attend to sinks and far keys, and to the window's near keys, with one kernel.
 
     Args:
+      k: far keys, with the near ones of sinks in their places.
+      v: values, like `k`.
       near: near keys and values with all coordinates, by position.
-      q, k, v, positions, scale, sinks, window, end, block_scores: as for `stored_attention`. Check
+      q, positions, scale, window, end, block_scores: as for `stored_attention`. Check
         `stored_attention_refusal` and `can_join` first.
     """
     return prefill_attention(
@@ -178,10 +178,9 @@ def near_far_attention(
         scale=scale,
         starts=positions[:, 0],
         lengths=end,
-        sinks=sinks,
         window=window,
         keys="far",
-        near=near,
+        near=near._replace(sink_k=None, sink_v=None),
         block_scores=block_scores,
     )
 
@@ -250,13 +249,17 @@ def dequantize_far(
     window: int,
     dtype: DTypeLike,
     table: Int[Array, "B pages"] | None = None,
+    sinks: int = 0,
+    sink_values: Sequence[Float[Array, "B K P _"]] = (),
 ) -> list[Float[Array, "B K S _"]]:
     """Dequantize the far keys and values that queries at `positions` see, with one kernel.
 
     Slots after the far tokens have arbitrary values, which XLA attention would not tolerate: check
-    `can_dequantize_far` first. `positions` must be consecutive in each sequence.
+    `can_dequantize_far` first. `positions` must be consecutive in each sequence. With `sinks`, their near
+    keys and values, which `sink_values` has, take the places of the dequantized ones.
     """
-    return dequantise(planes, positions[:, -1] + 1 - window, dtype=dtype, block_table=table)
+    ends = positions[:, -1] + 1 - window
+    return dequantise(planes, ends, dtype=dtype, block_table=table, sinks=sinks, sink_values=sink_values)
 
 
 def coded_decode_refusal(

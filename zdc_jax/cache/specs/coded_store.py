@@ -179,7 +179,7 @@ class CodedStore(CodedFar):
     @property
     def _is_joinable(self) -> bool:
         """Whether near and far tokens have the same coordinates, and a kernel supports the near ones."""
-        return self.R == self.Z == self.head_dim and can_join(self.sinks, self.window)
+        return self.R == self.Z == self.head_dim and can_join(self.window)
 
     def _can_join(self, state: NearFarState, q: Array, call: Call) -> bool:
         """Return whether one kernel computes attention of a chunk to near and to dequantized far tokens."""
@@ -202,7 +202,16 @@ class CodedStore(CodedFar):
         far = self.write_far(state, k, v, positions, end)
         pools, table = pools_of(far)
         planes = self._convert_planes(pools)
-        far_k, far_v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
+        of_sinks = [x.astype(self.dtype) for x in (trailing.sink_k, trailing.sink_v) if x is not None]
+        far_k, far_v = dequantize_far(
+            planes,
+            positions,
+            window=self.window,
+            dtype=self.dtype,
+            table=table,
+            sinks=self.sinks,
+            sink_values=of_sinks,
+        )
         o, lse = near_far_attention(
             q,
             far_k,
@@ -210,7 +219,6 @@ class CodedStore(CodedFar):
             trailing,
             positions,
             scale=call.scale,
-            sinks=self.sinks,
             window=self.window,
             end=end,
             block_scores=call.block_scores,
