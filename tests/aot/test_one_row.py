@@ -74,6 +74,17 @@ def test_a_token_takes_few_kernels(name):
 
 @pytest.mark.aot
 @pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", ["coded", "shifted"])
+def test_joined_heads_are_no_concatenation_of_sums(name):
+    # A thread would sum the parts of a product for queries, then those for keys, then those for values.
+    step = compiled_for(PLANS[name], extended, jax.ShapeDtypeStruct((1, 1), jnp.int32)).as_text()
+    joined = re.findall(r"fusion\(([^\n]*)\), kind=\w+, calls=%fused_concatenate", step)
+    assert not any("gemm_fusion" in operands for operands in joined)
+    assert len(re.findall(r"loop_slice_fusion[.\d]* = bf16\[1,1,48,128\]", step)) == 2
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_loop_of_several_tokens_copies_no_cache_and_is_one_graph(name, tmp_path):
     def one(dtype, *more):

@@ -175,11 +175,41 @@ class Attention(nnx.Module):
         Keys leave their mean out before they are rounded: in bfloat16 a mean of 400 would round them to even
         numbers.
         """
+        if x.shape[1] == 1 and self._joins_heads:
+            return self._project_token(x, positions)
         q = self._normalize(add_bias(self._multiply(x, self.q[...]), self.q_bias), self.q_norm)
         k = self._normalize(self._project_keys(x), self.k_norm)
         if self.k_mean is not None:
             k = without_mean(k, positions, self.k_mean[...], self._rope_frequencies()).astype(x.dtype)
         return q, k, add_bias(self._multiply(x, self.v[...]), self.v_bias)
+
+    @property
+    def _joins_heads(self) -> bool:
+        """Whether one array of all heads helps the cache, and can be computed without differences."""
+        widths = {each.shape[2] for each in (self.q, self.k, self.v)}
+        return self.q_rotation is not None and self.q_norm is self.k_norm is None and len(widths) == 1
+
+    def _project_token(
+        self, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1"]
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 K H"], Float[Array, "B 1 K H"]]:
+        """Return `_project_raw` of single tokens as slices of one array of all heads.
+
+        The kernel that stores a token reads all heads in one array (`join_heads`), and takes this one as it
+        is. If queries, keys and values were joined after their biases, XLA would compute them one after
+        another.
+        """
+        weights, biases = (self.q, self.k, self.v), (self.q_bias, self.k_bias, self.v_bias)
+        heads = jnp.concatenate([einsum_f32("BTD,DNH->BTNH", x, each[...]) for each in weights], axis=2)
+        if any(bias is not None for bias in biases):
+            shapes = [each.shape[1:] for each in weights]
+            pairs = zip(biases, shapes, strict=True)
+            heads += jnp.concatenate([jnp.zeros(shape) if bias is None else bias[...] for bias, shape in pairs])
+        N, K = self.q.shape[1], self.k.shape[1]
+        if self.k_mean is not None:
+            mean = jnp.pad(self.k_mean[...], ((N, K), (0, 0)))
+            heads = without_mean(heads, positions, mean, self._rope_frequencies())
+        q, k, v = jnp.split(heads.astype(x.dtype), [N, N + K], axis=2)
+        return q, k, v
 
     def _multiply(self, x: Float[Array, "B T D"], weights: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
         """Return a projection of queries or values.
