@@ -201,9 +201,12 @@ class Attention(nnx.Module):
         weights, biases = (self.q, self.k, self.v), (self.q_bias, self.k_bias, self.v_bias)
         heads = jnp.concatenate([einsum_f32("BTD,DNH->BTNH", x, each[...]) for each in weights], axis=2)
         if any(bias is not None for bias in biases):
-            shapes = [each.shape[1:] for each in weights]
-            pairs = zip(biases, shapes, strict=True)
-            heads += jnp.concatenate([jnp.zeros(shape) if bias is None else bias[...] for bias, shape in pairs])
+            heads += jnp.concatenate(
+                [
+                    jnp.zeros(each.shape[1:]) if bias is None else bias[...]
+                    for each, bias in zip(weights, biases, strict=True)
+                ]
+            )
         N, K = self.q.shape[1], self.k.shape[1]
         if self.k_mean is not None:
             mean = jnp.pad(self.k_mean[...], ((N, K), (0, 0)))
