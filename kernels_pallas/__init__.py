@@ -22,7 +22,6 @@ from kernels_pallas.quantized.inputs import CodedConfig as CodedConfig
 from kernels_pallas.quantized.inputs import CodedPass as CodedPass
 from kernels_pallas.quantized.inputs import Plane as Plane
 from kernels_pallas.quantized.inputs import plane_fits as plane_fits
-from kernels_pallas.quantized.inputs import ring_fits as ring_fits
 from kernels_pallas.quantized.put_near import NearTokens as NearTokens
 from kernels_pallas.quantized.put_near import RingSnapshots as RingSnapshots
 from kernels_pallas.quantized.put_near import put_near as put_near

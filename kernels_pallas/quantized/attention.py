@@ -72,7 +72,6 @@ def coded_attention(
     slots: Int[Array, "B K n"] | None = None,
     block_table: Int[Array, "B pages"] | None = None,
     gains: Float[Array, "B N blocks"] | None = None,
-    blocks: Int[Array, "B K n"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
@@ -87,8 +86,7 @@ def coded_attention(
       scale: factor on the scores, 1/√H of the original head dimension.
       slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
       block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
-      gains: what scaled scores gain in each block of keys, float32; without `slots`, of 64 slots.
-      blocks: block of `gains` of each entry of `slots`, int32; None means slot / 64.
+      gains: what scaled scores gain in each block of 64 slots, float32.
       config: how keys are divided; None uses the measured or default config.
 
     Returns:
@@ -99,7 +97,7 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    queries = CodedPass(q, keys, values, begin, end, slots, block_table, gains, blocks, config)
+    queries = CodedPass(q, keys, values, begin, end, slots, block_table, gains, config)
     (parts,) = coded_parts([queries], scale=scale)
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
@@ -130,7 +128,6 @@ class _Arrays(NamedTuple):
     slots: Array | None
     block_table: Array | None
     gains: Array | None
-    blocks: Array | None
 
 
 class _Form(NamedTuple):
@@ -143,12 +140,12 @@ class _Form(NamedTuple):
 
 def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
     """Divide a checked pass into arrays and their static form."""
-    q, keys, values, begin, end, slots, block_table, gains, blocks, config, ring = given
+    q, keys, values, begin, end, slots, block_table, gains, config, ring = given
     planes = [*keys, values]
     arrays = [(plane.levels, plane.reach) for plane in planes]
     config = config or config_for(q, keys, values, slots, block_table, ring)
     form = _Form(tuple(plane.bits for plane in planes), config, ring)
-    return _Arrays(q, arrays, begin, end, slots, block_table, gains, blocks), form
+    return _Arrays(q, arrays, begin, end, slots, block_table, gains), form
 
 
 @lower_once("forms", "scale")
@@ -177,7 +174,7 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
 
 def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Operands]:
     """Return the static shape of a pass, and its operands as the kernel reads them."""
-    q, planes, begin, end, slots, block_table, gains, blocks = given
+    q, planes, begin, end, slots, block_table, gains = given
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, form.bits, strict=True))
     (_, K, S), page = rows_of(planes[0][1], block_table), planes[0][1].shape[2]
     if q.ndim == 3:
@@ -187,8 +184,7 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
     lists = []
     if slots is not None:
         if gains is not None:
-            of_gains = jnp.clip(slots // BLOCK if blocks is None else blocks, 0, gains.shape[2] - 1)
-            lists = [_in_blocks(of_gains, 0)]
+            lists = [_in_blocks(jnp.clip(slots // BLOCK, 0, gains.shape[2] - 1), 0)]
         if block_table is not None:
             slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
             planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]

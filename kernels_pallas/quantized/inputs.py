@@ -102,7 +102,7 @@ class CodedPass(NamedTuple):
 
     With a `ring` of s sinks and a window w, position p of the window is in slot p mod w, and sink p in slot
     w + p. A pass then reads the sinks and the last w positions before `end`; `begin` is 0. Gains are those of
-    positions, and reach up to `end`. `ring_fits` says which rings can be read so.
+    positions, and reach up to `end`. A ring has a multiple of 8 slots, at least 64.
     """
 
     q: Array
@@ -113,7 +113,6 @@ class CodedPass(NamedTuple):
     slots: Array | None = None
     block_table: Array | None = None
     gains: Array | None = None
-    blocks: Array | None = None
     config: CodedConfig | None = None
     ring: tuple[int, int] | None = None
 
@@ -178,7 +177,6 @@ def check_coded(
     slots: Shaped | None = None,
     block_table: Shaped | None = None,
     gains: Shaped | None = None,
-    blocks: Shaped | None = None,
     config: CodedConfig | None = None,
     ring: tuple[int, int] | None = None,
 ) -> None:
@@ -212,8 +210,6 @@ def check_coded(
     if slots is None:
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")
-    if blocks is not None:
-        common.check_integers("blocks", blocks, slots.shape, "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
         raise ValueError(f"slots has {slots.shape[2]} per KV head: must be from 1 to {MOST_SLOTS}")
     if block_table is not None and values.reach.size > MOST_ROWS:
@@ -228,9 +224,12 @@ def _check_ring(
         raise ValueError(f"ring={ring} with slots: must be None")
     if block_table is not None and block_table.shape[1] != 1:
         raise ValueError(f"ring={ring} in {block_table.shape[1]} pages per sequence: must be 1")
-    if not ring_fits(planes, *ring):
-        slots_of_ring = planes[0].reach.shape[2]
-        raise ValueError(f"ring={ring}: must be one that `ring_fits` allows, with {slots_of_ring} slots")
+    M = planes[0].reach.shape[2]
+    if min(ring) < 0 or sum(ring) > M or M < BLOCK or M % 8 or any(x.levels.shape[-1] % 16 for x in planes):
+        raise ValueError(
+            f"ring={ring} in {M} slots: sinks and window must fit, in a multiple of 8 slots, at least "
+            f"{BLOCK}, whose levels have a multiple of 16 bytes"
+        )
 
 
 def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
@@ -262,15 +261,6 @@ def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
     """Return B, K and S of a plane's scales, or of the pages they are in."""
     lead, K, S = reach.shape
     return (lead, K, S) if block_table is None else (block_table.shape[0], K, block_table.shape[1] * S)
-
-
-def ring_fits(planes: Sequence[Plane], sinks: int, window: int) -> bool:
-    """Return whether a pass can read planes as a ring of sinks and a window."""
-    slots = planes[0].reach.shape[2]
-    if min(sinks, window) < 0:
-        return False
-    is_aligned = slots % 8 == 0 and all(plane.levels.shape[-1] % 16 == 0 for plane in planes)
-    return is_aligned and slots >= max(BLOCK, sinks + window)
 
 
 def plane_fits(width: int, bits: int) -> bool:

@@ -82,8 +82,9 @@ def plain_parts(passes, *, scale):
     return [plain_part(**each._asdict(), scale=scale) for each in passes]
 
 
-def plain_part(q, keys, values, begin, end, slots, block_table, gains, blocks, config, ring, scale):
+def plain_part(q, keys, values, begin, end, slots, block_table, gains, config, ring, scale):
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
+    blocks = None
     if ring is not None:
         slots, blocks, end = listed(ring, keys[0].reach.shape, end)
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])

@@ -136,8 +136,10 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
 
 
 def test_bytes():
-    # One byte per coordinate and two per scale, of keys and values; slots of sinks come in eights.
-    assert RING.bytes(S, B) == B * K * (WINDOW + 8) * 2 * (H + 2)
+    # One byte per coordinate and two per scale, of keys and values.
+    assert RING.bytes(S, B) == B * K * 64 * 2 * (H + 2), "a kernel reads 64 slots at a time"
+    wide = replace(RING, window=67)
+    assert wide.bytes(100, B) == B * K * (72 + 8) * 2 * (H + 2), "slots come in eights"
 
 
 def test_what_cannot_be():

@@ -11,7 +11,7 @@ from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.tails import TailArrays
 
 ROWS, SLOTS = 3, 4
-RINGS = [(8, FittedIntegers(8)), (16, FittedIntegers(8)), (8, FittedIntegers(8)), (8, None), (8, None)]
+RINGS = [(64, FittedIntegers(8)), (80, FittedIntegers(8)), (64, FittedIntegers(8)), (8, None), (8, None)]
 """Windows and codes of rings."""
 
 
@@ -24,7 +24,7 @@ def make_cache() -> KVCache:
         for window, near in RINGS
     )
     specs = tuple(Paged.of(store, page=16, pages=4) for store in stores)
-    cache = KVCache.create(specs, batch=ROWS, capacity=32)
+    cache = KVCache.create(specs, batch=ROWS, capacity=128)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(9 * rng.random(leaf.shape), leaf.dtype), cache)
 

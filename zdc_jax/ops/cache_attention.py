@@ -32,15 +32,12 @@ from kernels_pallas import (
     merged_at_once,
     prefill_attention,
     prefill_refusal,
-    ring_fits,
     scan_refusal,
     select_refusal,
 )
 from kernels_pallas.quantized.inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, shift_refusal, takes_kernels
-from zdc_jax.ops.shift import BLOCK
-from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
 SLOTS = 128
@@ -357,37 +354,17 @@ def ring_pass(
     of `far_pass`.
     """
     keys, values = planes
-    B, (_, K, M) = len(positions), values.reach.shape
-    zero, queries = jnp.zeros(B, jnp.int32), _or_plain(arranged, q, block_scores)
-    if ring_fits(planes, sinks, window):
-        return CodedPass(
-            queries.q,
-            [keys],
-            values,
-            zero,
-            positions[:, 0] + 1,
-            block_table=table_of_rings(planes, B, first),
-            gains=queries.gains,
-            ring=(sinks, window),
-        )
-    stored = ring_positions(M, positions, sinks=sinks, window=window)
-    # A list is read as a whole, so an idle sequence needs an empty range.
-    end = jnp.where(positions[:, 0] >= 0, M, 0)
-
-    def of_heads(x: Array) -> Array:
-        return jnp.broadcast_to(x[:, None], (B, K, M))
-
-    slots = of_heads(jnp.where(stored == EMPTY, M, jnp.arange(M)))
+    B = len(positions)
+    queries = _or_plain(arranged, q, block_scores)
     return CodedPass(
         queries.q,
         [keys],
         values,
-        zero,
-        end,
-        slots=slots,
+        jnp.zeros(B, jnp.int32),
+        positions[:, 0] + 1,
         block_table=table_of_rings(planes, B, first),
         gains=queries.gains,
-        blocks=None if queries.gains is None else of_heads(stored // BLOCK),
+        ring=(sinks, window),
     )
 
 

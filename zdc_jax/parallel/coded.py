@@ -212,5 +212,6 @@ def _create_ring(
     """Create the ring of this device's heads."""
     near, H = ring.near(capacity), k.shape[-1]
     both = scatter_ring(jnp.concatenate([k, v], -1), near, positions, end, capacity)
+    both = fit_slots(both, ring.ring_slots(capacity))
     empty = jnp.zeros((both.shape[0], both.shape[1], 1, 0), k.dtype)
     return ring.encode_state(PrefixRingState(empty, empty, both[..., :H], both[..., H:], near))

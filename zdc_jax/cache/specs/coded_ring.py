@@ -7,7 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing, ring_fits
+from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing
+from kernels_pallas.quantized.inputs import BLOCK
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel, restore_tree
@@ -69,10 +70,15 @@ class CodedRing(PrefixRing):
         state = jax.eval_shape(partial(self.unquantized.create, batch, capacity))
         k, v = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (state.k, state.v))
 
-        def empty(ring: jax.ShapeDtypeStruct) -> Coded:
-            return empty_tokens(self.code, ring.shape[:-1], self.head_dim, self.dtype)
+        def empty() -> Coded:
+            tokens = batch, self.num_kv_heads, self.ring_slots(capacity)
+            return empty_tokens(self.code, tokens, self.head_dim, self.dtype)
 
-        return PrefixRingState(k, v, empty(state.ring_k), empty(state.ring_v), state.near)
+        return PrefixRingState(k, v, empty(), empty(), state.near)
+
+    def ring_slots(self, capacity: int) -> int:
+        """Return the ring's slots, of which a kernel reads 64 at a time, and copies 8."""
+        return max(BLOCK, -(-super().ring_slots(capacity) // 8) * 8)
 
     def write(
         self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
@@ -174,10 +180,7 @@ class CodedRing(PrefixRing):
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
         table = table_of_rings(planes, len(q), call.first) if planes else None
-        is_ring = bool(planes) and ring_fits(planes, *state.near)
-        slots = None if is_ring else _shape_of_all_slots(planes, len(q))
-        ring = state.near if is_ring else None
-        refusal = partial(coded_decode_refusal, q, planes, slots=slots, table=table, ring=ring)
+        refusal = partial(coded_decode_refusal, q, planes, table=table, ring=state.near)
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
@@ -226,14 +229,6 @@ class CodedRing(PrefixRing):
 
     def encode_state(self, state: PrefixRingState) -> PrefixRingState:
         return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
-
-
-def _shape_of_all_slots(planes: list[Plane], count: int) -> jax.ShapeDtypeStruct | None:
-    """Return the shape of a list of all slots, for one query of each of `count` sequences."""
-    if not planes:
-        return None
-    _, K, M = planes[0].reach.shape
-    return jax.ShapeDtypeStruct((count, 1, K, M), jnp.int32)
 
 
 def _get_ring_fields(ring: PrefixRing) -> dict[str, Any]:
