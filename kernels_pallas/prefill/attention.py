@@ -62,8 +62,8 @@ NEAR_AND_FAR = PrefillConfig(64, 4, 3, overlap=True)
 """Config that was measured faster at 128 coordinates with near keys in arrays of their own."""
 
 
-ENOUGH = {3: 250, 2: 190}
-"""CTAs that keep an H200 busy, by their warpgroups; with fewer, smaller CTAs were measured faster."""
+ENOUGH = {3: 200, 2: 100}
+"""CTAs that keep an H200 busy, by their warpgroups; with fewer, smaller CTAs were faster where timed."""
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
@@ -93,14 +93,19 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"{R=}, {Z=}, {H=}, {HV=}: no tile fits into shared memory; widths must be smaller")
 
 
-def split_further(config: PrefillConfig, heads: int, T: int) -> PrefillConfig:
-    """Return the config with fewer warpgroups if short prompts would leave multiprocessors without work.
+def split_further(config: PrefillConfig, heads: int, T: int, S: int) -> PrefillConfig:
+    """Return the config with fewer warpgroups if a short prompt would leave multiprocessors without work.
+
+    Other chunks keep their config: after a long prefix all CTAs take equally long.
 
     Args:
       config: config for long prompts.
       heads: query heads of all sequences.
       T: queries of each.
+      S: keys of each; below 2T they are those of a whole prompt.
     """
+    if S >= 2 * T:
+        return config
     for count in range(config.warpgroups, 1, -1):
         if heads * pl.cdiv(T, count * ROWS) >= ENOUGH[count]:
             return replace(config, warpgroups=count)
@@ -198,7 +203,7 @@ def prefill_attention(
     if config is None:
         with_near = near is not None and R == Z == 128
         config = NEAR_AND_FAR if with_near else config_for(R, Z, H, HV, page=page)
-        config = split_further(config, B * N, T)
+        config = split_further(config, B * N, T, S)
     if block_scores is not None and config.block_kv > 2 * GAIN_BLOCK:
         config = replace(config, block_kv=2 * GAIN_BLOCK, turns=min(config.turns, 2 * GAIN_BLOCK))
     g = Geometry(

@@ -208,8 +208,10 @@ def _check_near(q: Shaped, k: Shaped, v: Shaped, near: Trailing, sinks: int, win
         raise ValueError(
             f"near: needs keys='far' and a window of 1 to {NEAR_WINDOW}, not keys={keys!r}, window={window}"
         )
-    if sinks:
-        raise ValueError(f"sinks={sinks}: must be 0 with near; k and v have the sinks' near values")
+    if sinks or near.sink_k is not None or near.sink_v is not None:
+        raise ValueError(
+            f"{sinks=}: must be 0 with near, without near.sink_k; k and v have the sinks' near values"
+        )
     for name, x, width in (("k", near.k, R), ("v", near.v, Z)):
         common.check_dtypes(q=q, **{f"near.{name}": x})
         common.check_shape(f"near.{name}", x, (B, K, None, width), "B, K, M, coordinates")

@@ -167,10 +167,11 @@ def _kernel(
     def _() -> None:
         lead, slot = b, first
         token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-        kept, is_sink = token < end, (token < end) & (token < sinks)
+        kept = token < end
         if table_ref is not None:
             lead, slot, there = in_pages(table_ref, b, first, arrays[0][0].levels.shape)
             kept &= there
+        is_sink = kept & (token < sinks)
         slots = pl.ds(slot, rows)
         for array, (out_ref, each, each_bits) in enumerate(zip(out_refs, arrays, bits, strict=True)):
             begin = 0

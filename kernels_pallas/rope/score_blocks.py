@@ -7,8 +7,8 @@
 A program multiplies its queries with the mean m, as complex numbers: one for each pair of coordinates of the
 rotary embedding. Products are turned from the center of the block to each position. A query head and block
 then cost 2 H FLOP, three times over, and 4 bytes of the result. A program reads 4 H bytes per block, and each
-query once. It ends with the block of its tokens. Products cost as much as two or three steps, so programs
-take all steps where there are enough programs. A single token has no steps, but programs of 64 blocks.
+query once. The last step has the block of the queries. Products cost as much as two or three steps, so
+programs take all steps where there are enough programs. For a single token, programs have 64 blocks instead.
 
 For several tokens both factors are sums of two float16 numbers, and three products of these parts are added.
 That has 21 bits, nearly as with TensorFloat32, at half of the instructions and of the shared memory. The

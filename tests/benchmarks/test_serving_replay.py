@@ -93,7 +93,6 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
     for row in one["rows"]:
         assert row["requests"] == 2
         # The first speed includes compilation, so that how many requests are in time depends on the host.
-        assert row["attained"] in (0, 0.5, 1)
         assert (row["goodput"] > 0) == (row["attained"] > 0)
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
 

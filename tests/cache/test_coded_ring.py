@@ -90,7 +90,7 @@ def test_the_kernel_rounds_as_the_code_does(monkeypatch):
     np.testing.assert_allclose(found.o[0], want.o[0], atol=0.02)
     for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(want.state), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * one.size
+        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * np.count_nonzero(other)
 
 
 def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
@@ -127,7 +127,7 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
     for one, other in zip(*map(jax.tree.leaves, ((state, made), want)), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         # Another scale may be chosen where errors are equal, so codes may differ.
-        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * one.size
+        assert (np.asarray(one) != np.asarray(other)).sum() <= 0.05 * np.count_nonzero(other)
     np.testing.assert_array_equal(found.start, trailing.start)
     for name in ("k", "v", "sink_k", "sink_v"):
         for b, length in enumerate(end if name in "kv" else [SINKS] * B):  # Later rows may have any values.

@@ -51,6 +51,10 @@ def trailing_shapes(B, K, M, H, R, Z, dtype=BF16):
     return Trailing(*tail[:2], shape(B, dtype=jnp.int32), *tail[2:])
 
 
+def without_sinks(trailing):
+    return trailing._replace(sink_k=None, sink_v=None)
+
+
 def pool(pages, page):
     return {name: shape(pages, 2, page, 32) for name in "kv"}
 
@@ -59,7 +63,7 @@ WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 TABLE = shape(1, 4, dtype=jnp.int32)
 
 
-NEAR = {"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64, "keys": "far"}
+NEAR = {"near": without_sinks(trailing_shapes(1, 2, 64, 32, 0, 0)), "window": 64, "keys": "far"}
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -100,7 +104,7 @@ def test_lowers_near_keys_alone(H, sinks):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
 
     trailing = trailing_shapes(1, 2, 500, H, 0, 0)
-    trailing = trailing if sinks else trailing._replace(sink_k=None, sink_v=None)
+    trailing = trailing if sinks else without_sinks(trailing)
     args = shape(1, 300, 4, H), shape(1, 2, 9999, 0), shape(1, 2, 9999, 0), trailing
     assert lower(f, *args).out_info[0].shape == (1, 300, 4, H)
 
@@ -232,9 +236,10 @@ def test_short_prompts_have_smaller_ctas():
     fastest = [(12, 500, 1), (12, 1000, 1), (32, 1000, 2), (12, 2000, 2), (32, 2000, 3), (12, 4000, 3)]
     config = PrefillConfig(128, 2, 3, turns=80)
     for heads, T, count in fastest:
-        found = prefill_kernel.split_further(config, heads, T)
+        found = prefill_kernel.split_further(config, heads, T, S=T + 100)
         assert found == replace(config, warpgroups=count, turns=80 if count > 1 else 0)
-    assert prefill_kernel.split_further(replace(config, warpgroups=2), 32, 8000).warpgroups == 2
+        assert prefill_kernel.split_further(config, heads, T, S=2 * T) == config, "chunks after a prefix"
+    assert prefill_kernel.split_further(replace(config, warpgroups=2), 32, 8000, S=8000).warpgroups == 2
 
 
 def test_by_default_turns_are_taken_where_they_won():
@@ -275,7 +280,8 @@ def test_by_default_turns_are_taken_where_they_won():
         ({"near": trailing_shapes(1, 2, 64, 32, 0, 0), "window": 64}, "near: needs keys='far'"),
         ({**NEAR, "window": 0}, "near: needs keys='far' and a window of 1 to 512, .* window=0"),
         ({**NEAR, "sinks": 4}, "sinks=4: must be 0 with near"),
-        ({**NEAR, "near": trailing_shapes(1, 2, 64, 48, 0, 0)}, "near.k"),
+        ({**NEAR, "near": trailing_shapes(1, 2, 64, 32, 0, 0)}, "sinks=0: .* without near.sink_k"),
+        ({**NEAR, "near": without_sinks(trailing_shapes(1, 2, 64, 48, 0, 0))}, "near.k"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
@@ -411,6 +417,8 @@ def test_far_keys_of_queries_past_all_of_them(S, sinks, window):
 @pytest.mark.parametrize(("H", "page"), [(64, 0), (128, 0), (128, 128), (256, 0)])
 def test_near_and_far_keys(case, H, page):
     near_and_far(*NEAR_AND_FAR[case], None, page=page, H=H)
+    if H == 128:
+        near_and_far(*NEAR_AND_FAR[case], prefill_kernel.NEAR_AND_FAR, page=page, H=H)
 
 
 PAGED = {
@@ -462,7 +470,8 @@ def test_paged_equals_contiguous_bit_by_bit(name, page):
 @pytest.mark.gpu
 def test_same_inputs_same_bits():
     q, k, v = draw(0, 1, 1000, 4, 64), draw(1, 1, 2, 1000, 64), draw(2, 1, 2, 1000, 96)
-    f = jax.jit(lambda q, k, v: prefill_attention(q, k, v, scale=0.1))
+    config = PrefillConfig(128, 2, 3, turns=80)
+    f = jax.jit(lambda q, k, v: prefill_attention(q, k, v, scale=0.1, config=config))
     first = np.asarray(f(q, k, v)[0]).view(np.uint16)
     for _ in range(5):
         assert np.array_equal(first, np.asarray(f(q, k, v)[0]).view(np.uint16))

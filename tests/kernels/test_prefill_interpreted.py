@@ -180,7 +180,9 @@ def test_near_keys_alone_in_turns(config):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", NEAR_AND_FAR)
-@pytest.mark.parametrize("config", [PrefillConfig(64, 2, 1), PrefillConfig(128, 2, 2)])
+@pytest.mark.parametrize(
+    "config", [PrefillConfig(64, 2, 1), PrefillConfig(128, 2, 2), PrefillConfig(64, 4, 2, overlap=True)]
+)
 @pytest.mark.matrix
 def test_near_and_far_keys(case, config):
     near_and_far(*NEAR_AND_FAR[case], config)

@@ -285,9 +285,10 @@ def check_scores_of_blocks(H, T, blocks):
     np.testing.assert_allclose(found[seen], want[seen], atol=1e-5 * largest)
 
 
-def test_programs_of_several_steps(monkeypatch):
-    monkeypatch.setattr(scoring, "PROGRAMS", 1)
-    check_scores_of_blocks(64, 140, blocks=75)
+@pytest.mark.parametrize(("programs", "blocks"), [(1, 75), (64, 130)], ids=["all steps", "two steps"])
+def test_programs_of_several_steps(monkeypatch, programs, blocks):
+    monkeypatch.setattr(scoring, "PROGRAMS", programs)
+    check_scores_of_blocks(64, 140, blocks)
 
 
 def test_programs_take_several_steps_if_there_are_enough():

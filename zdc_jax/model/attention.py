@@ -185,7 +185,7 @@ class Attention(nnx.Module):
 
     @property
     def _joins_heads(self) -> bool:
-        """Whether one array of all heads helps the cache, and can be computed without differences."""
+        """Whether the cache may read all heads as one array: they have equal widths and no norms."""
         widths = {each.shape[2] for each in (self.q, self.k, self.v)}
         return self.q_rotation is not None and self.q_norm is self.k_norm is None and len(widths) == 1
 

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
-    NEAR_WINDOW,
     CodedPass,
     Parts,
     Plane,
@@ -142,11 +141,6 @@ def stored_attention(
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
 
-def can_join(window: int) -> bool:
-    """Return whether `near_far_attention` supports a window of near tokens."""
-    return 0 < window <= NEAR_WINDOW
-
-
 def near_far_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
@@ -166,7 +160,7 @@ def near_far_attention(
       v: values, like `k`.
       near: near keys and values with all coordinates, by position.
       q, positions, scale, window, end, block_scores: as for `stored_attention`. Check
-        `stored_attention_refusal` and `can_join` first.
+        `stored_attention_refusal` first. The window must be 1 to `NEAR_WINDOW`.
     """
     return prefill_attention(
         q,

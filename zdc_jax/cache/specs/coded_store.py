@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import CodedPass, Plane, Trailing
+from kernels_pallas import NEAR_WINDOW, CodedPass, Plane, Trailing
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
@@ -24,7 +24,6 @@ from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
     attend_passes,
     can_dequantize_far,
-    can_join,
     coded_decode_refusal,
     dequantize_far,
     far_pass,
@@ -179,7 +178,7 @@ class CodedStore(CodedFar):
     @property
     def _is_joinable(self) -> bool:
         """Whether near and far tokens have the same coordinates, and a kernel supports the near ones."""
-        return self.R == self.Z == self.head_dim and can_join(self.window)
+        return self.R == self.Z == self.head_dim and 0 < self.window <= NEAR_WINDOW
 
     def _can_join(self, state: NearFarState, q: Array, call: Call) -> bool:
         """Return whether one kernel computes attention of a chunk to near and to dequantized far tokens."""
