@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coded_case import SCALE, Case, interpreted_with_registers, planes_like, shape
 from rings import listed
-from test_coded_decode import SCALE, Case, interpreted_with_registers, planes_like, shape
 
 from kernels_pallas import CodedPass, coded_parts, coded_refusal, merged
 

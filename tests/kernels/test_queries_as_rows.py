@@ -9,8 +9,8 @@ import pytest
 import test_coded_decode
 import test_coded_scan
 import test_select
+from coded_case import coded, read
 from pages import Pool
-from test_coded_decode import coded, read
 
 from kernels_pallas.select import largest as select
 from kernels_pallas.select import scan as coded_scan
