@@ -43,8 +43,8 @@ from zdc_jax.planning.coded_costs import coded_levels, coded_plan, key_shares
 from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer
 from zdc_jax.planning.profile import cost_window, windows_for
 
-SHORTEST_WINDOW = 16
-"""Shortest window that steps halve to, in tokens. Next to quantized tokens, a window takes a large share."""
+SHORTEST_WINDOW = 32
+"""Shortest window that steps halve to, in tokens: rings of shorter ones would not be smaller."""
 KERNEL_HEADS = (64, 128, 256)
 """Head dimensions for which the kernels decode every precision."""
 LEAST_INDEX_BITS = 4
