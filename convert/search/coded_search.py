@@ -44,7 +44,7 @@ from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer
 from zdc_jax.planning.profile import cost_window, windows_for
 
 SHORTEST_WINDOW = 32
-"""Shortest window that steps halve to, in tokens: rings of shorter ones would not be smaller."""
+"""Shortest window that steps halve to, in tokens: quantized rings of shorter ones are not smaller."""
 KERNEL_HEADS = (64, 128, 256)
 """Head dimensions for which the kernels decode every precision."""
 LEAST_INDEX_BITS = 4

@@ -60,8 +60,6 @@ IN_TURNS = PrefillConfig(128, 2, 3, turns=80)
 """Config with turns that was measured faster at Z = 96 and R from 32 to 64."""
 NEAR_AND_FAR = PrefillConfig(64, 4, 3, overlap=True)
 """Config that was measured faster at 128 coordinates with near keys in arrays of their own."""
-
-
 ENOUGH = {3: 200, 2: 100}
 """CTAs that keep an H200 busy, by their warpgroups; with fewer, smaller CTAs were faster where timed."""
 

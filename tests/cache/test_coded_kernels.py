@@ -84,7 +84,7 @@ def plain_parts(passes, *, scale):
 
 def plain_part(q, keys, values, begin, end, slots, block_table, gains, config, ring, scale):
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
-    blocks = None
+    blocks = None  # Those of listed slots follow from the slots; those of a ring do not.
     if ring is not None:
         slots, blocks, end = listed(ring, keys[0].reach.shape, end)
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
