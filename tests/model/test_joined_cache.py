@@ -47,11 +47,12 @@ def run(network, *, join: bool):
         tokens = jnp.asarray(rng.integers(0, 512, CHUNK), jnp.int32)
         decodes = (lengths > 0) & (np.arange(ROWS) != row)
         lengths = lengths + decodes
-        of_chunks, of_tokens, cache, tails = extend(
+        result = extend(
             network, cache, place, tokens, tokens[:ROWS], jnp.asarray(lengths, jnp.int32), tails=tails
         )
         lengths = lengths + count * (np.arange(ROWS) == row)  # JAX may still read the array above.
-        results += [of_chunks[:count], of_tokens[decodes]]
+        cache, tails = result.cache, result.tails
+        results += [network.finish(result.half)[0, :count], result.ends[:1], result.tokens[decodes]]
     for _ in range(3):
         tokens = jnp.asarray(rng.integers(0, 512, (ROWS, 1)), jnp.int32)
         hidden, cache = network.extend(cache, tokens, cache.lengths + (cache.lengths > 0))

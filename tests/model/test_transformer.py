@@ -50,6 +50,25 @@ def test_ranks_per_layer(tiny: TinyModel, pieces):
         assert np.abs(cached[row, :length] - whole[row, :length]).max() <= 1e-5 * np.abs(whole).max()
 
 
+@pytest.mark.matrix("llama")
+def test_only_the_last_token_passes_the_end_of_the_last_layer(tiny: TinyModel):
+    network, tokens, end = tiny.dense, jnp.asarray(tiny.tokens(3, 32)), jnp.array([32, 9, 20])
+    cache = network.new_cache(batch=3, capacity=64)
+
+    def compile_step(step):
+        return jax.jit(step).lower(cache, tokens, end).compile()
+
+    whole, last = map(compile_step, (network.extend, network.extend_last))
+    (hidden, extended), (found, other) = (program(cache, tokens, end) for program in (whole, last))
+    np.testing.assert_allclose(found, hidden[jnp.arange(3), end - 1], rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, extended, other)
+    # Output projection and feed-forward of 31 of 32 tokens are left out, and little else is added.
+    block = network.layers[-1]
+    weights = sum(leaf.size for leaf in jax.tree.leaves((block.attention.o, block.mlp)) if leaf.ndim > 1)
+    saved = whole.cost_analysis()["flops"] - last.cost_analysis()["flops"]
+    assert saved == pytest.approx(2 * weights * 3 * 31, rel=0.05)
+
+
 def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
     # A NumPy array cannot be indexed inside `jax.lax.map`, as the K-means route does.
     host = jax.tree.map(np.asarray, (tiny_opt.embeddings, tiny_opt.layers))

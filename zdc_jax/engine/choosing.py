@@ -17,6 +17,7 @@ from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.packed_parameters import WIDTH
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.generation.steps import Flat, Frontier, SampledTokens, choose
+from zdc_jax.model.block import HalfLayer
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
 
@@ -66,8 +67,10 @@ def list_choosing(
         donated = (1, 4, 5) if is_shaped else (4, 5)
         yield name_choosing(name, choice, is_shaped), program(step, *inputs, donate_argnums=donated)
     for width in widths:
-        inputs = describe(network.dtype, width, D), describe(jnp.int32, width)
-        yield name_score(width), program(_score, *inputs)
+        o = describe(network.dtype, 1, width, *network.layers[-1].attention.o.shape[:2])
+        half = HalfLayer(describe(network.dtype, 1, width, D), o if network.mesh is None else None)
+        arguments = Flat.of(network), half, describe(jnp.int32, width)
+        yield name_score(width), Program(_score, arguments, {"out_shardings": where})
     one = describe(jnp.int32, vocab), describe(jnp.float32, vocab)
     options = {"donate_argnums": 0, "out_shardings": where}
     yield SHAPE, Program(_put_row, (shaping[:2], describe(jnp.int32), one), options)
@@ -135,8 +138,9 @@ def _run(step: Callable[..., Any], embeddings: Flat[Embeddings], *inputs: Any) -
     return step(embeddings.whole, *inputs)
 
 
-def _score(embeddings: Embeddings, hidden: Array, tokens: Array) -> Scores:
-    return score_tokens(embeddings.unembed, hidden, tokens)
+def _score(flat: Flat[Transformer], half: HalfLayer, tokens: Array) -> Scores:
+    network = flat.whole
+    return score_tokens(network.embeddings.unembed, network.finish(half)[0], tokens)
 
 
 def _put_row(whole: tuple[Array, ...], row: Array, one: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -23,8 +23,8 @@ from zdc_jax.generation.steps import (
     advance,
     advance_with,
     decode_steps,
-    take_last,
 )
+from zdc_jax.model.block import HalfLayer
 from zdc_jax.model.mixed_batch import Place
 from zdc_jax.model.transformer import Transformer
 
@@ -114,8 +114,8 @@ def advance_in_place(
 
 def prefill_chunk(
     network: Transformer, state: PrefillState, packed: Array
-) -> tuple[PrefillState, tuple[tuple[Frontier], Array, None]]:
-    """Prefill one chunk of one sequence; return its frontier and hidden states.
+) -> tuple[PrefillState, tuple[tuple[Frontier], HalfLayer, None]]:
+    """Prefill one chunk of one sequence; return its frontier, and the last layer for all its tokens.
 
     The sequence's own part of the cache is taken out and put back. A snapshot is that of the chunk's end.
     """
@@ -123,22 +123,22 @@ def prefill_chunk(
     row, begin, count, last, _, slot = packed[:CHUNK_HEADER]
     cache, tokens, end = batch.cache.row(row), packed[CHUNK_HEADER:], begin + count
     cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
-    hidden, cache = network.extend(cache, tokens[None], end[None])
-    frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
+    half, cache = network.extend_half(cache, tokens[None], end[None])
+    frontier = Frontier(network.finish_last(half, count[None]), last[None].astype(bool), end[None])
     tails = state.tails and state.tails.put(cache.own, slot[None])
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
-    return PrefillState(batch, tails), ((frontier,), hidden[0], None)
+    return PrefillState(batch, tails), ((frontier,), half, None)
 
 
 def prefill_and_decode(
     several: int, longest: int, rows: int, network: Transformer, state: PrefillState, packed: Array
-) -> tuple[PrefillState, tuple[tuple[Frontier, ...], Array, Frontier]]:
+) -> tuple[PrefillState, tuple[tuple[Frontier, ...], HalfLayer, Frontier]]:
     """Prefill chunks of `several` sequences and run one decode step of the first `rows` sequences.
 
     Each of several chunks has at most `longest` tokens.
 
-    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
-    sequences.
+    Returns the state, the frontiers of the chunks, the last layer for all their tokens, and the frontier of
+    the active sequences.
     """
     headers_size, rows_at = several * CHUNK_HEADER, len(packed) - rows * (1 + WIDTH)
     headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
@@ -146,7 +146,7 @@ def prefill_and_decode(
     row, begin, count, last, mark, slot = headers.T
     # Tokens that attend one by one store snapshots only where chunks end.
     place, tails = Place(row, begin, begin + count, mark, slot), state.tails
-    cache, decoded, hidden, new_tails = advance_with(
+    result, decoded = advance_with(
         network,
         state.batch,
         wanted=packed_rows[:, 0].astype(bool),
@@ -156,16 +156,16 @@ def prefill_and_decode(
         longest=longest,
         tails=None if network.reproducible else tails,
     )
+    cache, new_tails = result.cache, result.tails
     if network.reproducible and tails:
         own = [[jnp.take(leaf, row, axis=0, mode="clip") for leaf in layer] for layer in cache.own]
         new_tails = tails.put(own, slot)
-    ends = jnp.cumsum(count)
     frontiers = tuple(
-        Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
+        Frontier(result.ends[one], last[one].astype(bool), place.end[one])
         for one in (slice(i, i + 1) for i in range(several))
     )
     state = PrefillState(state.batch._replace(cache=cache), new_tails)
-    return state, (frontiers, hidden, decoded)
+    return state, (frontiers, result.half, decoded)
 
 
 def prefill_whole(

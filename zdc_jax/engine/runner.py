@@ -62,6 +62,7 @@ from zdc_jax.generation.steps import (
     Frontier,
     SampledTokens,
 )
+from zdc_jax.model.block import HalfLayer
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import SEQUENCE
 
@@ -228,13 +229,13 @@ class Runner:
             packed = np.concatenate([packed, decoding.pack().ravel()])
         else:
             name = name_prefill(width)
-        (self._state, self._tails), (frontiers, hidden, others) = self._programs[name](
+        (self._state, self._tails), (frontiers, half, others) = self._programs[name](
             self._flat, FlatPrefillState(self._state, self._tails), self._send_table(), packed
         )
         advanced = others if decodes and self.together else None
         pairs = zip(chunks, frontiers, strict=False)
         chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
-        return chosen, self._score(first, hidden), advanced
+        return chosen, self._score(first, half), advanced
 
     def _is_whole(self, chunk: ChunkInputs) -> bool:
         """Return whether a chunk is a whole text, to be split over devices."""
@@ -301,13 +302,13 @@ class Runner:
             shaping = Shaping(counts, bias, jax.device_put(chunk.shaping.mask[None], self._where))
         return self._choose("first", chunk.choice, frontier, packed, shaping)
 
-    def _score(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
+    def _score(self, chunk: ChunkInputs, half: HalfLayer) -> Scores | None:
         """Score the token after each token of a chunk, if the chunk needs scores."""
         if chunk.following is None:
             return None
-        following = np.zeros(len(hidden), np.int32)
+        following = np.zeros(half.x.shape[1], np.int32)
         following[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
-        return self._programs[name_score(len(hidden))](self._flat_embeddings, hidden, following)
+        return self._programs[name_score(len(following))](self._flat, half, following)
 
     def _choose(
         self,

@@ -26,7 +26,7 @@ from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.mixed_batch import Place, extend_together
+from zdc_jax.model.mixed_batch import MixedResult, Place, extend_together
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
@@ -243,21 +243,21 @@ def advance_with(
     chunks: Int[Array, " T"],
     longest: int,
     tails: TailArrays | None = None,
-) -> tuple[KVCache, Frontier, Float[Array, "T D"], TailArrays | None]:
+) -> tuple[MixedResult, Frontier]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
-    Each of several chunks has at most `longest` tokens. Returns the cache, the frontier of the first b
-    sequences, the hidden states of the chunks, and the snapshots (`extend_together`).
+    Each of several chunks has at most `longest` tokens. Returns the result of `extend_together`, and the
+    frontier of the first b sequences.
     """
     count, lengths = len(wanted), state.cache.lengths
     cache, active, end = select_active(state.first(count), wanted, numbers)
     visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
-    chunk_hidden, hidden, longer, tails = extend_together(
+    result = extend_together(
         network, visible, place, chunks, state.last[:count], end, longest=longest, tails=tails
     )
     kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
-    cache = replace(longer, lengths=place.lengths_after(kept))
-    return cache, Frontier(hidden, active, end), chunk_hidden, tails
+    result = result._replace(cache=replace(result.cache, lengths=place.lengths_after(kept)))
+    return result, Frontier(result.tokens, active, end)
 
 
 def select_active(
@@ -301,8 +301,8 @@ def read_chunks(
       choice: kind of program that chooses tokens.
       implementation: attention implementation.
     """
-    hidden, cache = network.extend(state.cache, tokens, state.cache.lengths + count, implementation)
-    return choose_first(network, state._replace(cache=cache), take_last(hidden, count), ends, numbers, choice)
+    hidden, cache = network.extend_last(state.cache, tokens, state.cache.lengths + count, implementation)
+    return choose_first(network, state._replace(cache=cache), hidden, ends, numbers, choice)
 
 
 def read_new_prompts(

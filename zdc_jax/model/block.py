@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,34 @@ from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, skip_reduction
 from zdc_jax.model.tiles import by_tiles, split_tokens
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.ops.new_keys import NewKeys
 
 Attend = Callable[[Array, NewKeys, Any], tuple[Array, Any]]
 """Attention of a layer: (q [B, T, N, R], k, v [B, T, K, Z]) → o [B, T, N, Z], extra results."""
 Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array, NewKeys, Any]]
 """Projection of a layer: (attention, x [B, T, D], positions [B, T], implementation) → q, k, v."""
+
+
+class HalfLayer(NamedTuple):
+    """What is computed of a layer once its heads have attended.
+
+    Attributes:
+      x: input of the layer; its output if `o` is None.
+      o: outputs of the heads; None if the layer is finished, as on a mesh.
+    """
+
+    x: Float[Array, "B T D"]
+    o: Float[Array, "B T N Z"] | None
+
+    def take(self, at: Int[Array, "B t"]) -> "HalfLayer":
+        """Return some tokens of each sequence; a single one may be repeated (`duplicate_single_token`)."""
+
+        def take(each: Array) -> Array:
+            index = at.reshape(*at.shape, *(1,) * (each.ndim - 2))
+            return duplicate_single_token(jnp.take_along_axis(each[: len(at)], index, axis=1))
+
+        return jax.tree.map(take, self)
 
 
 def map_tokens(change: Callable[[Array], Array], q: Array, k: NewKeys, v: Any) -> tuple[Array, NewKeys, Any]:
@@ -63,11 +85,29 @@ class Block(nnx.Module):
         reduce: Reduce = skip_reduction,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the layer's output and the auxiliary results of `attend`."""
+        half, aux = self.start(x, positions, attend, implementation, project)
+        return self.finish(half, reduce), aux
+
+    def start(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        implementation: Implementation | None = None,
+        project: Project = Attention.project,
+    ) -> tuple[HalfLayer, Any]:
+        """Return the layer as far as its heads have attended, and the auxiliary results of `attend`."""
         with jax.named_scope("attention"):
             q, k, v = self.projected(x, positions, implementation, project)
             o, aux = attend(q, k, v)
+        return HalfLayer(x, o), aux
+
+    def finish(self, half: HalfLayer, reduce: Reduce = skip_reduction) -> Float[Array, "B T D"]:
+        """Return the output of a layer after `start`, for the tokens that `half` has."""
+        if half.o is None:
+            return half.x
         finish = partial(self._finish, reduce=reduce)
-        return by_tiles(finish, x, o) if self.reproducible else finish(x, o), aux
+        return by_tiles(finish, half.x, half.o) if self.reproducible else finish(half.x, half.o)
 
     def _finish(self, x: Float[Array, "B T D"], o: Float[Array, "B T N Z"], reduce: Reduce) -> Array:
         """Return the layer's output from its input and the outputs of the heads."""

@@ -17,7 +17,8 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, LayerView
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
 from zdc_jax.cache.tails import TailArrays
-from zdc_jax.model.block import Block, map_tokens
+from zdc_jax.model.block import Block, HalfLayer, map_tokens
+from zdc_jax.model.run_layer import finish_layer
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
@@ -88,6 +89,24 @@ class Packing(NamedTuple):
         return x if len(self.source) == 1 else x[self.chunk, self.offset][None]
 
 
+class MixedResult(NamedTuple):
+    """Result of `extend_together` for P chunks and b tokens.
+
+    Attributes:
+      ends: hidden state of the last token of each chunk.
+      tokens: hidden states of the tokens.
+      half: last layer for all T tokens of the chunks, [1, T, …], unspecified for padding.
+      cache: extended cache.
+      tails: snapshots with those of `Place`; None if none are taken.
+    """
+
+    ends: Float[Array, "P D"]
+    tokens: Float[Array, "b D"]
+    half: HalfLayer
+    cache: KVCache
+    tails: TailArrays | None
+
+
 def extend_together(
     network: Transformer,
     cache: KVCache,
@@ -98,12 +117,12 @@ def extend_together(
     implementation: Implementation | None = None,
     longest: int | None = None,
     tails: TailArrays | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "b D"], KVCache, TailArrays | None]:
+) -> MixedResult:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
-    The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the
-    clause `pages` (`cache.specs.spec`): they store tokens by position alone, and a new request needs no
-    `release`.
+    The result is that of `Transformer.extend_half` on the chunks, then of `extend` on the tokens. The caches
+    must support the clause `pages` (`cache.specs.spec`): they store tokens by position alone, and a new
+    request needs no `release`.
 
     Args:
       network: the model.
@@ -116,10 +135,6 @@ def extend_together(
       implementation: of attention; None chooses.
       longest: most tokens of each of several chunks; default T.
       tails: snapshots; None takes none.
-
-    Returns:
-      Hidden states of the chunks (unspecified for padding), hidden states of the tokens, the extended cache,
-      and the snapshots with those of `place`.
     """
     T, count = len(chunks), len(tokens)
     packing = Packing.of(place, T, T if longest is None or len(place.row) == 1 else longest)
@@ -130,16 +145,26 @@ def extend_together(
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
         snapshots = tails and tails.of_layer(index, place.mark, place.slot)
         view = cache.of_layer(index)
-        x, state, aux, copies = _layer(
+        half, state, aux, copies = _start_layer(
             block, spec, x, view, aux, place, packing, positions, end, snapshots, implementation
         )
+        if index < len(network.layers) - 1:
+            x = finish_layer(block, half)
         cache, tails = cache.with_layer(index, state), tails and tails.with_layer(index, copies)
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
-    return x[0, :T], x[0, T:], replace(cache, lengths=lengths), tails
+    ends = jnp.clip(jnp.cumsum(place.end - place.begin) - 1, 0)
+    hidden = network.finish(half.take(jnp.concatenate([ends, T + jnp.arange(count)])[None]))[0]
+    return MixedResult(
+        ends=hidden[: len(ends)],
+        tokens=hidden[len(ends) :],
+        half=jax.tree.map(lambda each: each[:, :T], half),
+        cache=replace(cache, lengths=lengths),
+        tails=tails,
+    )
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
-def _layer(
+def _start_layer(
     block: Block,
     spec: LayerCacheSpec,
     x: Float[Array, "1 T_and_b D"],
@@ -151,7 +176,7 @@ def _layer(
     end: Int[Array, " b"],
     snapshots: Snapshots | None,
     implementation: Implementation | None,
-) -> tuple[Array, State, tuple[Any, Any], list[Array]]:
+) -> tuple[HalfLayer, State, tuple[Any, Any], list[Array]]:
     """Extend the cache by one layer's keys and values of chunks and tokens.
 
     `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens. The last result
@@ -203,5 +228,5 @@ def _layer(
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), copies)
 
     attend = attend_alike if block.reproducible else attend_apart
-    x, (state, aux, copies) = block(x, positions, attend, implementation, spec.project)
-    return x, state, aux, copies
+    half, (state, aux, copies) = block.start(x, positions, attend, implementation, spec.project)
+    return half, state, aux, copies

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
-from zdc_jax.model.block import Block, map_tokens
-from zdc_jax.model.layers import Reduce, skip_reduction
+from zdc_jax.model.block import Block, HalfLayer, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
@@ -50,7 +49,7 @@ def run_whole_layer(
     return block(x, positions, attend, implementation, spec.project)
 
 
-def extend_layer(
+def start_layer(
     block: Block,
     spec: LayerCacheSpec,
     x: Array,
@@ -59,15 +58,16 @@ def extend_layer(
     positions: Array,
     end: Array,
     implementation: Implementation | None,
-    reduce: Reduce = skip_reduction,
     table: Array | None = None,
     first: Array | None = None,
-) -> tuple[Array, State, Any]:
-    """Run one layer on new tokens x [B, T, D]; return its output, extended cache and auxiliary results.
+) -> tuple[HalfLayer, State, Any]:
+    """Run one layer on new tokens x [B, T, D] until its heads have attended.
 
-    See `LayerCacheSpec.attend` for the arguments, `Call` for `table` and `first`, and `Block` for `reduce`.
-    `x` may come from `duplicate_single_token`: the weights then see two copies, attention and cache the
-    first.
+    See `LayerCacheSpec.attend` for the arguments, and `Call` for `table` and `first`. `x` may come from
+    `duplicate_single_token`: the weights then see two copies, attention and cache the first.
+
+    Returns:
+      The layer, its extended cache and auxiliary results.
     """
     call = Call(block.attention.scale, implementation, table, first)
     batch = len(end)
@@ -87,9 +87,38 @@ def extend_layer(
         return o, (attended.state, attended.aux)
 
     wide = jnp.broadcast_to(positions, (len(x), positions.shape[1]))
-    x, (state, aux) = block(x, wide, attend, implementation, spec.project, reduce)
-    return x, state, aux
+    half, (state, aux) = block.start(x, wide, attend, implementation, spec.project)
+    return half, state, aux
 
 
-extend_layer_alone = jax.jit(extend_layer, static_argnames=("spec", "implementation"))
-"""Program of `extend_layer`, compiled once for equal layers."""
+start_layer_alone = jax.jit(start_layer, static_argnames=("spec", "implementation"))
+"""Program of `start_layer`, compiled once for equal layers."""
+
+
+@partial(jax.jit, static_argnames=("spec", "implementation"))
+def extend_layer_alone(
+    block: Block,
+    spec: LayerCacheSpec,
+    x: Array,
+    state: State,
+    aux: Any,
+    positions: Array,
+    end: Array,
+    implementation: Implementation | None,
+    table: Array | None = None,
+    first: Array | None = None,
+) -> tuple[Array, State, Any]:
+    """Run one layer on new tokens; return its output and the other results of `start_layer`.
+
+    Compiled once for equal layers.
+    """
+    half, state, aux = start_layer(
+        block, spec, x, state, aux, positions, end, implementation, table=table, first=first
+    )
+    return block.finish(half), state, aux
+
+
+@jax.jit
+def finish_layer(block: Block, half: HalfLayer) -> Array:
+    """Return the output of a layer after `Block.start`, for the tokens that `half` has."""
+    return block.finish(half)

@@ -17,9 +17,15 @@ from zdc_jax.cache.kv_cache import KVCache, check_fits_now
 from zdc_jax.cache.specs.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
-from zdc_jax.model.block import Block
+from zdc_jax.model.block import Block, HalfLayer
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.run_layer import extend_layer_alone, read_layer_exactly, run_whole_layer
+from zdc_jax.model.run_layer import (
+    extend_layer_alone,
+    finish_layer,
+    read_layer_exactly,
+    run_whole_layer,
+    start_layer_alone,
+)
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
@@ -265,19 +271,59 @@ class Transformer(nnx.Module):
         Returns:
           Hidden states (unspecified for padding), and the extended cache.
         """
+        half, cache = self.extend_half(cache, tokens, end, implementation)
+        return self.finish(half)[: len(tokens)], cache
+
+    def extend_last(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Return what `extend` does, but only the hidden state of each sequence's last new token.
+
+        The last layer computes only this one after attention, which saves most of a layer (ours). Where a
+        sequence has no new token, its hidden state is unspecified.
+        """
+        count = end - cache.lengths
+        half, cache = self.extend_half(cache, tokens, end, implementation)
+        return self.finish_last(half, count), cache
+
+    def extend_half(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        implementation: Implementation | None = None,
+    ) -> tuple[HalfLayer, KVCache]:
+        """Return what `extend` does, with the last layer left to be finished (`finish`), and the cache.
+
+        A single token may be repeated (`duplicate_single_token`).
+        """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, aux = self.embeddings.embed(tokens, positions), None
+        x: Any = self.embeddings.embed(tokens, positions)
+        aux = None
         if not self.reproducible:
             x = duplicate_single_token(x)
-        run_layer: Any = extend_layer_alone if self.mesh is None else partial(token_layer, mesh=self.mesh)
-        run_layer = partial(run_layer, implementation=implementation)
-        for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
+        on_mesh = self.mesh is not None
+        extend_layer: Any = partial(token_layer, mesh=self.mesh) if on_mesh else extend_layer_alone
+        last: Any = extend_layer if on_mesh else start_layer_alone
+        programs = [*[extend_layer] * (len(self.layers) - 1), last]
+        for index, (run, block, spec) in enumerate(zip(programs, self.layers, cache.specs, strict=True)):
             view = cache.of_layer(index)
-            x, state, aux = run_layer(
-                block, spec, x, view.state, aux, positions, end, table=view.table, first=view.first
-            )
+            options = {"implementation": implementation, "table": view.table, "first": view.first}
+            x, state, aux = run(block, spec, x, view.state, aux, positions, end, **options)
             cache = cache.with_layer(index, state)
-        return x[: len(tokens)], replace(cache, lengths=end)
+        return HalfLayer(x, None) if on_mesh else x, replace(cache, lengths=end)
+
+    def finish(self, half: HalfLayer) -> Float[Array, "B T D"]:
+        """Return the hidden states after the last layer, for the tokens that `half` has."""
+        return half.x if half.o is None else finish_layer(self.layers[-1], half)
+
+    def finish_last(self, half: HalfLayer, count: Int[Array, " B"]) -> Float[Array, "B D"]:
+        """Return the hidden states of the last of `count` tokens of each sequence."""
+        return self.finish(half.take(jnp.clip(count - 1, 0)[:, None]))[: len(count), 0]
 
     def prefill(
         self,
@@ -305,8 +351,7 @@ class Transformer(nnx.Module):
         """
         if self.mesh is None:
             cache = self.new_cache(batch=len(tokens), capacity=capacity)
-            x, cache = self.extend(cache, tokens, end, implementation)
-            return jnp.take_along_axis(x, end[:, None, None] - 1, axis=1)[:, 0], cache
+            return self.extend_last(cache, tokens, end, implementation)
         if (length := tokens.shape[1]) > capacity:
             raise MeshError(f"{capacity=}: must be >= {length}, the tokens of the prompts with padding")
         x, states = self._run_prompts(tokens, end, capacity, implementation)

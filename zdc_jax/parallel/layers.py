@@ -20,7 +20,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.run_layer import extend_layer
+from zdc_jax.model.run_layer import start_layer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import ShardedAttention, sharded_attention
@@ -191,7 +191,7 @@ def token_layer(
     implementation: Implementation | None,
     first: None = None,
 ) -> tuple[Array, State, Any]:
-    """Run one layer on new tokens, divided by head; return what `extend_layer` does.
+    """Run one layer on new tokens, divided by head; return what `extend_layer_alone` does.
 
     Layers on a mesh share no arrays, so that `first` is None.
     """
@@ -200,7 +200,7 @@ def token_layer(
         block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array, table: Array | None
     ) -> tuple[Array, State, Any]:
         own = spec.on_heads(block.attention.k.shape[1])
-        x, state, aux = extend_layer(
+        half, state, aux = start_layer(
             block,
             own,
             x,
@@ -209,10 +209,9 @@ def token_layer(
             positions,
             end,
             implementation,
-            reduce=sum_over(mesh, BY_HEAD),
             table=table,
         )
-        return x, with_new_empties(state), aux
+        return block.finish(half, sum_over(mesh, BY_HEAD)), with_new_empties(state), aux
 
     state_spec = jax.tree.map(cache_layout, state)
     token, sequences, aux_spec = layout("B 1 D"), layout("B"), layout("B S K R")
