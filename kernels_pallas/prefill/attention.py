@@ -119,6 +119,7 @@ def prefill_attention(
     scale: float,
     starts: Int[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    needed_from: Int[Array, " B"] | None = None,
     trailing: Trailing | None = None,
     sinks: int = 0,
     window: int = 0,
@@ -143,6 +144,8 @@ def prefill_attention(
       scale: factor on the scores, above 0; 1/√H of the original head dimension.
       starts: position of the first query of each sequence; None means zeros.
       lengths: total length of each sequence; queries at or after it get zeros (log-sum-exp -inf).
+      needed_from: first position of each sequence whose result is needed; None means zeros. Tiles of earlier
+        queries are left out, and get zeros.
       trailing: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
         coordinates.
       sinks: number of sinks; used with `trailing`, or with `keys="far"`.
@@ -174,6 +177,7 @@ def prefill_attention(
         v,
         starts=starts,
         lengths=lengths,
+        needed_from=needed_from,
         trailing=trailing,
         sinks=sinks,
         window=window,
@@ -221,7 +225,9 @@ def prefill_attention(
         two_ranks=two_ranks,
         together=_together(B * N, N // K, S * (R + Z)),
     )
-    scalars, q = jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)
+    needed_from = zeros if needed_from is None else needed_from
+    scalars = jnp.stack([starts, lengths, base, needed_from], 1).astype(jnp.int32)
+    q = common.pad_rows(q, 1)
     far, own, own_sinks = jax.tree.map(lambda x: common.pad_rows(x, 2), (far, own, own_sinks))
     if block_scores is not None:
         # Copied only if the last 64 queries are incomplete: the transposition undoes that of `score_blocks`.

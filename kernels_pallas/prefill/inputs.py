@@ -130,6 +130,7 @@ def check_prefill(
     *,
     starts: Shaped | None = None,
     lengths: Shaped | None = None,
+    needed_from: Shaped | None = None,
     trailing: Trailing | None = None,
     sinks: int = 0,
     window: int = 0,
@@ -159,7 +160,7 @@ def check_prefill(
         raise ValueError(f"keys={keys!r}: must be 'all' or 'far'")
     if sinks < 0 or window < 0:
         raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
-    for name, x in (("starts", starts), ("lengths", lengths)):
+    for name, x in (("starts", starts), ("lengths", lengths), ("needed_from", needed_from)):
         if x is not None:
             common.check_integers(name, x, (B,), "B")
     if trailing is not None:

@@ -95,9 +95,10 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any) -> Item:
     tile = g.tiles - 1 - lax.div(within, i32(g.together))
     index = lax.div(cta, per_group) * g.together + lax.rem(within, i32(g.together))
     b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
-    start, length, base = (scalars[b, i] for i in range(3))
+    start, length, base, needed_from = (scalars[b, i] for i in range(4))
     first = start + tile * rows
-    end, zero = jnp.minimum(first + rows, length), jnp.int32(0)
+    end = jnp.where(first + rows > needed_from, jnp.minimum(first + rows, length), first)
+    zero = jnp.int32(0)
     begin, plain, mixed, inner, edge, sink_step = steps_of(g, config.block_kv, first, end, base)
     near, near_edge = zero, zero
     if g.keys == "both":

@@ -21,7 +21,7 @@ class Operands(NamedTuple):
     """Arrays of a launch, or references to them in the kernel; absent ones are None.
 
     Attributes:
-      scalars: starts, lengths and bases, [B, 3].
+      scalars: starts, lengths, bases and first needed positions, [B, 4].
       q: queries.
       far: keys and values; without far keys, near ones with all coordinates.
       near: trailing coordinates of near keys and values, or near keys and values in arrays of their own.

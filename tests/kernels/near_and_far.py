@@ -1,5 +1,7 @@
 """Prefill of far keys and of near keys from arrays of their own: cases, and a check of one."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,27 @@ def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, BF16)
 
 
-def near_and_far(T, starts, counts, window, sinks, config, page=0, H=16):
-    """Check attention to far keys, and to near keys whose arrays begin at a multiple of 64."""
+def check_needed(attend, starts, lengths, tile):
+    """Check that queries before the last one are left out, where they fill a tile of `tile` queries.
+
+    `attend` computes attention with these options. Other queries have the same bits as without the option.
+    """
+    last = lengths - 1
+    for found, whole in zip(attend(needed_from=jnp.asarray(last)), attend(), strict=True):
+        # The log-sum-exp [B, N, T] gets the order of the output [B, T, N, Z].
+        found, whole = (np.asarray(x, np.float32) for x in (found, whole))
+        if found.ndim == 3:
+            found, whole = (np.exp(x.swapaxes(1, 2)) for x in (found, whole))
+        for b, first in enumerate((last - starts) // tile * tile):
+            np.testing.assert_array_equal(found[b, max(first, 0) :], whole[b, max(first, 0) :])
+            assert not found[b, : max(first, 0)].any()
+
+
+def near_and_far(T, starts, counts, window, sinks, config, page=0, H=16, tile=0):
+    """Check attention to far keys, and to near keys whose arrays begin at a multiple of 64.
+
+    With `tile`, the queries of a tile, `check_needed` follows.
+    """
     B, N, K, starts = 2, 2, 1, np.array(starts)
     S = -(-(int(max(starts)) + T) // 128) * 128
     q, far = draw(0, B, T, N, H), (draw(1, B, K, S, H), draw(2, B, K, S, H))
@@ -48,7 +69,8 @@ def near_and_far(T, starts, counts, window, sinks, config, page=0, H=16):
             x.reshape(B, K, S // page, page, H).swapaxes(1, 2).reshape(pages, K, page, H)[order] for x in far
         ]
         table = jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)
-    found = prefill_attention(
-        q, *far, keys="far", near=apart, block_table=table, block_scores=gains, config=config, **options
-    )
-    check(*found, *wanted, BF16)
+    options |= {"keys": "far", "near": apart, "block_table": table, "block_scores": gains, "config": config}
+    attend = partial(prefill_attention, q, *far, **options)
+    check(*attend(), *wanted, BF16)
+    if tile:
+        check_needed(attend, starts, options["lengths"], tile)

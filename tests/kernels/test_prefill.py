@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import asdict, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from brute_force import check, prefill
 from jumps import jumping
-from near_and_far import NEAR_AND_FAR, near_and_far
+from near_and_far import NEAR_AND_FAR, check_needed, near_and_far
 
 from kernels_pallas import (
     PrefillConfig,
@@ -262,6 +263,7 @@ def test_by_default_turns_are_taken_where_they_won():
         ({"q": shape(64, 4, 32)}, "q has shape"),
         ({"v": shape(1, 2, 65, 32)}, "v has shape"),
         ({"keys": "near"}, "keys='near'"),
+        ({"needed_from": shape(2, dtype=jnp.int32)}, "needed_from has shape"),
         ({"k": shape(1, 2, 64, 0)}, "R=0"),
         ({"trailing": NO_SCORES, "window": 64, "q": WIDE, "k": shape(1, 2, 64, 0)}, "R=0"),
         ({"window": -1}, "window=-1"),
@@ -465,6 +467,28 @@ def test_paged_equals_contiguous_bit_by_bit(name, page):
     for one, other in zip(whole, found, strict=True):
         assert np.isfinite(np.asarray(one[0], np.float32)).all() or name == "far"
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["all", "far", "near"])
+def test_queries_before_the_needed_ones_are_left_out(keys):
+    T, starts, lengths = 1000, np.array([0, 900, 33]), np.array([1000, 1500, 34])
+    q, k, v = draw(0, 3, T, 4, 64), draw(1, 3, 2, 2048, 64), draw(2, 3, 2, 2048, 96)
+    options = {"scale": 0.1, "starts": starts, "lengths": lengths, "config": PrefillConfig(128, 2, 2)}
+    if keys == "far":
+        options |= {"keys": "far", "sinks": 4, "window": 100}
+    if keys == "near":  # Two ranks: 64 of 128 coordinates are those of near keys alone.
+        q, v = draw(0, 3, T, 4, 128), v[..., :64]
+        tails = draw(3, 3, 2, 2048, 64), draw(4, 3, 2, 2048, 64)
+        trailing = Trailing(*tails, jnp.zeros(3, jnp.int32), *(x[:, :, :8] for x in tails))
+        options |= {"trailing": trailing, "sinks": 4, "window": 100}
+    check_needed(partial(prefill_attention, q, k, v, **options), starts, lengths, tile=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NEAR_AND_FAR)
+def test_near_and_far_keys_of_needed_queries(case):
+    near_and_far(*NEAR_AND_FAR[case], PrefillConfig(64, 4, 3, overlap=True), H=128, tile=192)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ start a product without a wait, which the interpreter does not support; with two
 """
 
 import os
+from functools import partial
 
 import interpreting
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from brute_force import check, prefill
 from jumps import jumping
-from near_and_far import NEAR_AND_FAR, near_and_far
+from near_and_far import NEAR_AND_FAR, check_needed, near_and_far
 
 from kernels_pallas import (
     PrefillConfig,
@@ -115,6 +116,14 @@ def test_far_keys(ends):
     options["lengths"] = np.array(ends)
     found = prefill_attention(q, k, v, config=PrefillConfig(64, 2, 2), **options)
     check(*found, *prefill(q, k, v, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_queries_before_the_needed_ones_are_left_out():
+    starts, lengths = np.array([0, 100]), np.array([300, 230])
+    q, k, v = draw(0, 2, 300, 1, 32), draw(1, 2, 1, 400, 32), draw(2, 2, 1, 400, 16)
+    options = {"scale": 0.2, "starts": starts, "lengths": lengths, "config": PrefillConfig(64, 2, 2)}
+    check_needed(partial(prefill_attention, q, k, v, **options), starts, lengths, tile=128)
 
 
 NEAR_ALONE = {

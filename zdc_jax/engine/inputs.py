@@ -47,8 +47,9 @@ class ChunkInputs:
     @property
     def header(self) -> list[int]:
         """Numbers before the tokens in a packed chunk."""
-        slot = NO_SLOT if self.tail is None else self.tail
-        return [self.row, self.begin, len(self.tokens), self.last, self.mark, slot]
+        slot, count = NO_SLOT if self.tail is None else self.tail, len(self.tokens)
+        needed_from = self.begin + (count - 1 if self.following is None else 0)
+        return [self.row, self.begin, count, self.last, self.mark, slot, needed_from]
 
 
 @dataclass
@@ -89,7 +90,7 @@ def pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_
 
     Missing chunks are empty and have the batch index `empty_row`.
     """
-    empty = [empty_row, 0, 0, False, 0, NO_SLOT]
+    empty = [empty_row, 0, 0, False, 0, NO_SLOT, 0]
     headers = [chunk.header for chunk in chunks] + [empty] * (count - len(chunks))
     tokens = [token for chunk in chunks for token in chunk.tokens]
     return np.array([*itertools.chain(*headers), *tokens, *[0] * (width - len(tokens))], np.int32)

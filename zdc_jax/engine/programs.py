@@ -28,10 +28,11 @@ from zdc_jax.model.block import HalfLayer
 from zdc_jax.model.mixed_batch import Place
 from zdc_jax.model.transformer import Transformer
 
-CHUNK_HEADER = 6
+CHUNK_HEADER = 7
 """Numbers before a packed chunk's tokens.
 
-Batch index, first position, token count, end of text, tokens of a snapshot, and the slot of that snapshot.
+Batch index, first position, token count, end of text, tokens of a snapshot, the slot of that snapshot, and
+the first position whose hidden state is needed.
 """
 
 
@@ -120,10 +121,10 @@ def prefill_chunk(
     The sequence's own part of the cache is taken out and put back. A snapshot is that of the chunk's end.
     """
     batch = state.batch
-    row, begin, count, last, _, slot = packed[:CHUNK_HEADER]
+    row, begin, count, last, _, slot, needed_from = packed[:CHUNK_HEADER]
     cache, tokens, end = batch.cache.row(row), packed[CHUNK_HEADER:], begin + count
     cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
-    half, cache = network.extend_half(cache, tokens[None], end[None])
+    half, cache = network.extend_half(cache, tokens[None], end[None], needed_from=needed_from[None])
     frontier = Frontier(network.finish_last(half, count[None]), last[None].astype(bool), end[None])
     tails = state.tails and state.tails.put(cache.own, slot[None])
     batch = batch._replace(cache=batch.cache.with_row(row, cache))
@@ -143,7 +144,7 @@ def prefill_and_decode(
     headers_size, rows_at = several * CHUNK_HEADER, len(packed) - rows * (1 + WIDTH)
     headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
     tokens, packed_rows = packed[headers_size:rows_at], packed[rows_at:].reshape(rows, 1 + WIDTH)
-    row, begin, count, last, mark, slot = headers.T
+    row, begin, count, last, mark, slot, needed_from = headers.T
     # Tokens that attend one by one store snapshots only where chunks end.
     place, tails = Place(row, begin, begin + count, mark, slot), state.tails
     result, decoded = advance_with(
@@ -155,6 +156,7 @@ def prefill_and_decode(
         chunks=tokens,
         longest=longest,
         tails=None if network.reproducible else tails,
+        needed_from=needed_from,
     )
     cache, new_tails = result.cache, result.tails
     if network.reproducible and tails:

@@ -243,17 +243,27 @@ def advance_with(
     chunks: Int[Array, " T"],
     longest: int,
     tails: TailArrays | None = None,
+    needed_from: Int[Array, " P"] | None = None,
 ) -> tuple[MixedResult, Frontier]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
-    Each of several chunks has at most `longest` tokens. Returns the result of `extend_together`, and the
+    Each of several chunks has at most `longest` tokens. `needed_from` is that of `extend_together`.
+    Returns the result of `extend_together`, and the
     frontier of the first b sequences.
     """
     count, lengths = len(wanted), state.cache.lengths
     cache, active, end = select_active(state.first(count), wanted, numbers)
     visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
     result = extend_together(
-        network, visible, place, chunks, state.last[:count], end, longest=longest, tails=tails
+        network,
+        visible,
+        place,
+        chunks,
+        state.last[:count],
+        end,
+        longest=longest,
+        tails=tails,
+        needed_from=needed_from,
     )
     kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
     result = result._replace(cache=replace(result.cache, lengths=place.lengths_after(kept)))

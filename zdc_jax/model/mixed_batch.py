@@ -95,7 +95,8 @@ class MixedResult(NamedTuple):
     Attributes:
       ends: hidden state of the last token of each chunk.
       tokens: hidden states of the tokens.
-      half: last layer for all T tokens of the chunks, [1, T, …], unspecified for padding.
+      half: last layer for all T tokens of the chunks, [1, T, …], unspecified for padding and for tokens that
+        are not needed.
       cache: extended cache.
       tails: snapshots with those of `Place`; None if none are taken.
     """
@@ -117,6 +118,7 @@ def extend_together(
     implementation: Implementation | None = None,
     longest: int | None = None,
     tails: TailArrays | None = None,
+    needed_from: Int[Array, " P"] | None = None,
 ) -> MixedResult:
     """Extend some rows of a cache by chunks, and each other row by at most one token.
 
@@ -135,6 +137,7 @@ def extend_together(
       implementation: of attention; None chooses.
       longest: most tokens of each of several chunks; default T.
       tails: snapshots; None takes none.
+      needed_from: first position of each chunk for which `MixedResult.half` is needed; None means all.
     """
     T, count = len(chunks), len(tokens)
     packing = Packing.of(place, T, T if longest is None or len(place.row) == 1 else longest)
@@ -145,10 +148,22 @@ def extend_together(
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
         snapshots = tails and tails.of_layer(index, place.mark, place.slot)
         view = cache.of_layer(index)
+        is_last = index == len(network.layers) - 1
         half, state, aux, copies = _start_layer(
-            block, spec, x, view, aux, place, packing, positions, end, snapshots, implementation
+            block,
+            spec,
+            x,
+            view,
+            aux,
+            place,
+            packing,
+            positions,
+            end,
+            snapshots,
+            implementation,
+            needed_from=needed_from if is_last else None,
         )
-        if index < len(network.layers) - 1:
+        if not is_last:
             x = finish_layer(block, half)
         cache, tails = cache.with_layer(index, state), tails and tails.with_layer(index, copies)
     lengths = place.lengths_after(jnp.concatenate([end, cache.lengths[count:]]))
@@ -176,6 +191,7 @@ def _start_layer(
     end: Int[Array, " b"],
     snapshots: Snapshots | None,
     implementation: Implementation | None,
+    needed_from: Int[Array, " P"] | None,
 ) -> tuple[HalfLayer, State, tuple[Any, Any], list[Array]]:
     """Extend the cache by one layer's keys and values of chunks and tokens.
 
@@ -213,7 +229,7 @@ def _start_layer(
 
     def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         q, k, v = map_tokens(take_chunks, *qkv)
-        of_chunks = call(table=chunk_table)
+        of_chunks = call(table=chunk_table, needed_from=needed_from)
         prefilled, copies = spec.attend_sequences(
             state, rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks, snapshots
         )

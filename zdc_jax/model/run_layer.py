@@ -60,16 +60,17 @@ def start_layer(
     implementation: Implementation | None,
     table: Array | None = None,
     first: Array | None = None,
+    needed_from: Array | None = None,
 ) -> tuple[HalfLayer, State, Any]:
     """Run one layer on new tokens x [B, T, D] until its heads have attended.
 
-    See `LayerCacheSpec.attend` for the arguments, and `Call` for `table` and `first`. `x` may come from
-    `duplicate_single_token`: the weights then see two copies, attention and cache the first.
+    See `LayerCacheSpec.attend` for the arguments, and `Call` for `table`, `first` and `needed_from`. `x` may
+    come from `duplicate_single_token`: the weights then see two copies, attention and cache the first.
 
     Returns:
       The layer, its extended cache and auxiliary results.
     """
-    call = Call(block.attention.scale, implementation, table, first)
+    call = Call(block.attention.scale, implementation, table, first, needed_from=needed_from)
     batch = len(end)
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, tuple[State, Any]]:

@@ -287,7 +287,7 @@ class Transformer(nnx.Module):
         sequence has no new token, its hidden state is unspecified.
         """
         count = end - cache.lengths
-        half, cache = self.extend_half(cache, tokens, end, implementation)
+        half, cache = self.extend_half(cache, tokens, end, implementation, needed_from=end - 1)
         return self.finish_last(half, count), cache
 
     def extend_half(
@@ -296,10 +296,13 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         end: Int[Array, " B"],
         implementation: Implementation | None = None,
+        *,
+        needed_from: Int[Array, " B"] | None = None,
     ) -> tuple[HalfLayer, KVCache]:
         """Return what `extend` does, with the last layer left to be finished (`finish`), and the cache.
 
-        A single token may be repeated (`duplicate_single_token`).
+        A single token may be repeated (`duplicate_single_token`). The result is unspecified before the
+        position `needed_from` of each sequence; None means that all tokens are needed.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         x: Any = self.embeddings.embed(tokens, positions)
@@ -308,7 +311,7 @@ class Transformer(nnx.Module):
             x = duplicate_single_token(x)
         on_mesh = self.mesh is not None
         extend_layer: Any = partial(token_layer, mesh=self.mesh) if on_mesh else extend_layer_alone
-        last: Any = extend_layer if on_mesh else start_layer_alone
+        last: Any = extend_layer if on_mesh else partial(start_layer_alone, needed_from=needed_from)
         programs = [*[extend_layer] * (len(self.layers) - 1), last]
         for index, (run, block, spec) in enumerate(zip(programs, self.layers, cache.specs, strict=True)):
             view = cache.of_layer(index)

@@ -115,6 +115,7 @@ def stored_attention(
     implementation: Implementation | None = None,
     end: Int[Array, " B"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
+    needed_from: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Attend to far keys that are not quantized; the kernels serve prefill chunks.
 
@@ -126,6 +127,7 @@ def stored_attention(
       scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
       end: length of each sequence; queries at or after it are padding, and their results are unspecified.
       block_scores: what scaled scores gain in each block of positions (`zdc_jax.ops.shift`).
+      needed_from: first position of each sequence whose result is needed, as in `prefill_attention`.
 
     Returns:
       The output and its log-sum-exp; zeros and -inf for queries without far keys.
@@ -136,7 +138,8 @@ def stored_attention(
     near: dict[str, Any] = {"sinks": sinks, "window": window}
     refusal = partial(stored_attention_refusal, q, k, v, **near)
     if takes_kernels("far prompt", implementation, refusal):
-        rows: dict[str, Any] = {"starts": positions[:, 0], "lengths": end, "block_scores": block_scores}
+        rows: dict[str, Any] = {"starts": positions[:, 0], "lengths": end, "needed_from": needed_from}
+        rows["block_scores"] = block_scores
         return prefill_attention(q, k, v, scale=scale, keys="far", **rows, **near)
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
@@ -152,6 +155,7 @@ def near_far_attention(
     window: int,
     end: Int[Array, " B"] | None = None,
     block_scores: Float[Array, "B T N blocks"] | None = None,
+    needed_from: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend to sinks and far keys, and to the window's near keys, with one kernel.
 
@@ -159,7 +163,7 @@ def near_far_attention(
       k: far keys, with the near ones of sinks in their places.
       v: values, like `k`.
       near: near keys and values with all coordinates, by position.
-      q, positions, scale, window, end, block_scores: as for `stored_attention`. Check
+      q, positions, scale, window, end, block_scores, needed_from: as for `stored_attention`. Check
         `stored_attention_refusal` first. The window must be 1 to `NEAR_WINDOW`.
     """
     return prefill_attention(
@@ -169,6 +173,7 @@ def near_far_attention(
         scale=scale,
         starts=positions[:, 0],
         lengths=end,
+        needed_from=needed_from,
         window=window,
         keys="far",
         near=near._replace(sink_k=None, sink_v=None),

@@ -221,6 +221,7 @@ class CodedStore(CodedFar):
             window=self.window,
             end=end,
             block_scores=call.block_scores,
+            needed_from=call.needed_from,
         )
         return Attended(NearFarState(state.near, far), o, lse, None)
 

@@ -130,6 +130,7 @@ class NearFar(LayerCacheSpec):
             implementation=call.implementation,
             end=call.end,
             block_scores=call.block_scores,
+            needed_from=call.needed_from,
         )
 
     def far_step(

@@ -133,7 +133,18 @@ class PrefixRing(LayerCacheSpec):
         attend = _attend_xla if implementation == "xla" else on_kernel
         written = self.write(state, k, v, positions, end)
         arguments = _AttendArguments(
-            state, written, q, k.keys, v, positions, end, call.scale, sinks, window, call.block_scores
+            state=state,
+            written=written,
+            q=q,
+            k=k.keys,
+            v=v,
+            positions=positions,
+            end=end,
+            scale=call.scale,
+            sinks=sinks,
+            window=window,
+            block_scores=call.block_scores,
+            needed_from=call.needed_from,
         )
         o, lse = attend(arguments)
         return Attended(written, o, lse, aux)
@@ -356,11 +367,12 @@ class _AttendArguments(NamedTuple):
     sinks: int
     window: int
     block_scores: Array | None
+    needed_from: Array | None
 
 
 def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention on any device; near keys are gathered from the old cache and the new tokens."""
-    state, written, q, k, v, positions, _, scale, sinks, window, block_scores = step
+    state, written, q, k, v, positions, _, scale, sinks, window, block_scores, _ = step
     near = None
     if sinks or window:
         recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
@@ -428,7 +440,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
 
     The kernel reads the ring as it was before the new tokens overwrote it.
     """
-    state, written, q, k, v, positions, end, scale, sinks, window, block_scores = step
+    state, written, q, k, v, positions, end, scale, sinks, window, block_scores, needed_from = step
     trailing, start = None, positions[:, 0]
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
@@ -441,6 +453,7 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
         scale=scale,
         starts=start,
         lengths=end,
+        needed_from=needed_from,
         trailing=trailing,
         sinks=sinks,
         window=window,

@@ -62,6 +62,8 @@ class Call:
       copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
         as many, or one.
       marks: lengths [B] int32 at which a paged cache returns `Attended.tail`; None for none.
+      needed_from: first position [B] int32 whose result is needed; kernels leave out earlier ones. None for
+        all.
     """
 
     scale: float
@@ -73,6 +75,7 @@ class Call:
     means: MeanTurns | None = None
     copies: int = 1
     marks: Array | None = None
+    needed_from: Array | None = None
 
 
 class Snapshots(NamedTuple):
