@@ -194,7 +194,8 @@ def test_near_keys_alone_in_turns(config):
 )
 @pytest.mark.matrix
 def test_near_and_far_keys(case, config):
-    near_and_far(*NEAR_AND_FAR[case], config)
+    # Queries before the last tile are left out in a second call.
+    near_and_far(*NEAR_AND_FAR[case], config, tile=64 * config.warpgroups)
 
 
 @pytest.mark.usefixtures("interpreted")
