@@ -42,7 +42,7 @@ def test_a_cached_prefix_changes_few_answers(plan, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", ["none", "3bit"])
 def test_all_tokens_of_a_prompt_are_scored(plan, tmp_path):
-    # A prompt whose scores nobody asks for computes less of its last layer.
+    # Without scores, less of the last layer is computed.
     write_folder(Options(tmp_path / "model", "qwen2.5-1.5b", layers=2))
     model = load(tmp_path / "model", resolve_plan(plan, tmp_path / "model"), dtype="bfloat16")
     prompt = np.random.default_rng(0).integers(3, 150_000, 600)
