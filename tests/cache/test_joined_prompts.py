@@ -33,8 +33,11 @@ PIECES = [(24, (24, 9)), (24, (48, 30))]
 """Tokens of each chunk, and lengths after it. The second sequence has padding."""
 
 
-def attend(q, k, v, *, scale, starts, lengths, window, keys, near, block_scores):
-    """Compute what the kernel does with near keys in arrays of their own."""
+def attend(q, k, v, *, scale, starts, lengths, needed_from, window, keys, near, block_scores):
+    """Compute what the kernel does with near keys in arrays of their own.
+
+    Like the kernel it leaves out queries before those that are needed, but not only whole tiles of them.
+    """
     assert (keys, near.sink_k, block_scores) == ("far", None, None)
     t = (starts[:, None] + jnp.arange(q.shape[1]))[:, :, None]
     far_seen = jnp.arange(k.shape[2]) <= t - window
@@ -49,6 +52,8 @@ def attend(q, k, v, *, scale, starts, lengths, window, keys, near, block_scores)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
     o = jnp.einsum("bkgts,bksh->btkgh", weights, both_v).reshape(q.shape)
+    if needed_from is not None:
+        o = jnp.where((t >= needed_from[:, None, None])[..., None], o, 0)
     return o.astype(q.dtype), lse.reshape(B, K * G, -1)
 
 
@@ -63,12 +68,13 @@ def kernels(monkeypatch):
         monkeypatch.setattr(new_tokens, kernel.__name__, partial(kernel, interpret=True))
 
 
-def read(spec, implementation):
-    """Return the results of all chunks, and the cache."""
+def read(spec, implementation, last=False):
+    """Return the results of all chunks, and the cache; only those of last tokens are needed with `last`."""
     rng, state, start, found = np.random.default_rng(0), spec.create(B, CAPACITY), np.zeros(2, int), []
     for T, end in PIECES:
         q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.bfloat16) for n in (K * G, K, K))
-        positions, call = jnp.asarray(start[:, None] + np.arange(T)), Call(H**-0.5, implementation)
+        positions, needed_from = jnp.asarray(start[:, None] + np.arange(T)), jnp.array(end) - 1
+        call = Call(H**-0.5, implementation, needed_from=needed_from if last else None)
         done = spec.attend(state, q, NewKeys(k), v, positions, jnp.asarray(end), None, call)
         state, start = done.state, np.array(end)
         found.append(np.where((positions < start[:, None])[..., None, None], done.o, 0))
@@ -86,6 +92,13 @@ def test_kernels_read_prompts_as_xla_does(kernels, monkeypatch, sinks):
     assert len(joined) == len(PIECES)
     wanted, other = read(spec, "xla")
     assert len(joined) == len(PIECES)
+    of_last, _ = read(spec, None, last=True)
+    for one, true, (T, end), start in zip(
+        of_last, found, PIECES, (np.zeros(2, int), PIECES[0][1]), strict=True
+    ):
+        at = np.arange(2), np.array(end) - start - 1
+        np.testing.assert_array_equal(one[at], true[at])
+        assert np.count_nonzero(one.any(axis=(2, 3))) == 2 < T
     for one, true in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one.astype(np.float32), true.astype(np.float32), atol=0.03)
     for one, true in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
