@@ -100,7 +100,8 @@ def read_prompts(
     last = None
     for start in range(0, T, width):
         chunk = chunks[:, start : start + width]
-        newest, cache = network.extend_last(cache, chunk, jnp.minimum(ends, start + width))
+        hidden, cache = network.extend(cache, chunk, jnp.minimum(ends, start + width))
+        newest = take_last(hidden, jnp.minimum(ends - start, width))
         last = newest if last is None else jnp.where((ends > start)[:, None], newest, last)
     assert last is not None  # There is at least one token.
     return last, cache

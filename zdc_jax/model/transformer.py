@@ -1,6 +1,6 @@
 """Decoder-only transformer with a compressed KV cache, on one device or on a mesh."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -271,8 +271,8 @@ class Transformer(nnx.Module):
         Returns:
           Hidden states (unspecified for padding), and the extended cache.
         """
-        half, cache = self.extend_half(cache, tokens, end, implementation)
-        return self.finish(half)[: len(tokens)], cache
+        x, cache = self._run_new_tokens(cache, tokens, end, implementation)
+        return x[: len(tokens)], cache
 
     def extend_last(
         self,
@@ -304,21 +304,11 @@ class Transformer(nnx.Module):
         A single token may be repeated (`duplicate_single_token`). The result is unspecified before the
         position `needed_from` of each sequence; None means that all tokens are needed.
         """
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x: Any = self.embeddings.embed(tokens, positions)
-        aux = None
-        if not self.reproducible:
-            x = duplicate_single_token(x)
-        on_mesh = self.mesh is not None
-        extend_layer: Any = partial(token_layer, mesh=self.mesh) if on_mesh else extend_layer_alone
-        last: Any = extend_layer if on_mesh else partial(start_layer_alone, needed_from=needed_from)
-        programs = [*[extend_layer] * (len(self.layers) - 1), last]
-        for index, (run, block, spec) in enumerate(zip(programs, self.layers, cache.specs, strict=True)):
-            view = cache.of_layer(index)
-            options = {"implementation": implementation, "table": view.table, "first": view.first}
-            x, state, aux = run(block, spec, x, view.state, aux, positions, end, **options)
-            cache = cache.with_layer(index, state)
-        return HalfLayer(x, None) if on_mesh else x, replace(cache, lengths=end)
+        if self.mesh is not None:
+            x, cache = self.extend(cache, tokens, end, implementation)
+            return HalfLayer(x, None), cache
+        last = partial(start_layer_alone, needed_from=needed_from)
+        return self._run_new_tokens(cache, tokens, end, implementation, last)
 
     def finish(self, half: HalfLayer) -> Float[Array, "B T D"]:
         """Return the hidden states after the last layer, for the tokens that `half` has."""
@@ -327,6 +317,34 @@ class Transformer(nnx.Module):
     def finish_last(self, half: HalfLayer, count: Int[Array, " B"]) -> Float[Array, "B D"]:
         """Return the hidden states of the last of `count` tokens of each sequence."""
         return self.finish(half.take(jnp.clip(count - 1, 0)[:, None]))[: len(count), 0]
+
+    def _run_new_tokens(
+        self,
+        cache: KVCache,
+        tokens: Array,
+        end: Array,
+        implementation: Implementation | None,
+        last: Callable[..., Any] | None = None,
+    ) -> tuple[Any, KVCache]:
+        """Run all layers on new tokens; return the result of the last one and the extended cache.
+
+        `last` is the program of the last layer, default that of the others. The result of a single token may
+        be repeated.
+        """
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        x: Any = self.embeddings.embed(tokens, positions)
+        aux = None
+        if not self.reproducible:
+            x = duplicate_single_token(x)
+        run: Any = extend_layer_alone if self.mesh is None else partial(token_layer, mesh=self.mesh)
+        for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
+            if last is not None and index == len(self.layers) - 1:
+                run = last
+            view = cache.of_layer(index)
+            options = {"implementation": implementation, "table": view.table, "first": view.first}
+            x, state, aux = run(block, spec, x, view.state, aux, positions, end, **options)
+            cache = cache.with_layer(index, state)
+        return x, replace(cache, lengths=end)
 
     def prefill(
         self,
