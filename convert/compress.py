@@ -7,7 +7,6 @@ the smallest first.
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,17 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax.numpy as jnp
+from tokenizers import Tokenizer
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
-from convert.conversion import convert
-from convert.default_text import write_default_text
+from convert.conversion import convert, open_source
+from convert.default_text import write_default_text, write_docstrings
 from convert.judging import RULER_SAMPLES, Judge, Row
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
 from convert.search.trials import Trial
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, ZDCError
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, TextError
 from zdc_jax.evaluation.evaluate import Material, prepare
 from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
@@ -159,7 +160,8 @@ def compress(
     Args:
       source: Hugging Face folder or GGUF file.
       output: folder to write.
-      texts: files or folders of text. Default: the documentation that Python ships.
+      texts: files or folders of text. Default: the language reference and the docstrings that Python ships,
+        enough for contexts of up to 8,192 tokens.
       options: default `CompressOptions()`.
       overwrite: replace an existing output.
       watch: receives a line of text at each stage.
@@ -176,27 +178,41 @@ def compress(
     run = {"source": str(Path(source).resolve()), "texts": [*map(str, texts)], **asdict(options)}
     state = _State.open(output, run, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
-        paths = [*texts] or [write_default_text(Path(scratch) / "python-documentation")]
-        documents = list(read_documents(paths))  # Bad paths fail before any work.
-        if is_new := overwrite or not output.exists():
+        folder = Path(scratch)
+        default = (write_default_text(folder / "reference"), write_docstrings(folder / "docstrings"))
+        documents = list(read_documents(texts or default))
+        # Text that is too short fails before any work.
+        config, tokenizer = _read_source(source)
+        if (positions := config.max_positions) < options.context:
+            watch(f"context of {positions:,} tokens, the model's positions, instead of {options.context:,}")
+        try:
+            materials = {
+                split: _prepare(config, tokenizer, documents, options, split) for split in JUDGED_SPLITS
+            }
+        except TextError as error:
+            if texts:
+                raise
+            raise TextError(f"{error}; for text of your own use texts=") from error
+        if overwrite or not output.exists():
             watch(f"converting {source}")
             convert(source, output, overwrite=overwrite)
         checkpoint = Checkpoint.open(output)
-        if (positions := checkpoint.config.max_positions) < options.context:
-            watch(f"context of {positions:,} tokens, the model's positions, instead of {options.context:,}")
-        try:
-            materials = {split: _prepare(checkpoint, documents, options, split) for split in JUDGED_SPLITS}
-        except ZDCError:
-            if is_new:  # Other options would find a folder that they did not make.
-                shutil.rmtree(output)
-            raise
         state.save()
         if not (checkpoint.calibration_path / "basis").exists():
             watch(f"calibrating on {options.tokens:,} tokens")
-            text = _write_unjudged(Path(scratch) / "calibration", documents)
+            text = _write_unjudged(folder / "calibration", documents)
             dtype = _calibration_dtype(checkpoint)
             calibrate(output, [text], _calibration_options(options, checkpoint), dtype=dtype)
     return _choose_and_judge(checkpoint, materials, documents, options, state, watch)
+
+
+def _read_source(source: str | Path) -> tuple[ModelConfig, Tokenizer]:
+    """Return architecture and tokenizer of a checkpoint before its conversion."""
+    model = open_source(Path(source))
+    tokenizer = model.tokenizer()
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return model.config("float32"), tokenizer
 
 
 def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
@@ -296,13 +312,16 @@ def _search(
 
 
 def _prepare(
-    checkpoint: Checkpoint, documents: list[Document], options: CompressOptions, split: Split
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    options: CompressOptions,
+    split: Split,
 ) -> Material:
     """Return text windows and task documents of one split of the text."""
-    config = checkpoint.config
     (material,) = prepare(
         config,
-        checkpoint.tokenizer(),
+        tokenizer,
         CompressionPlan.full(config),
         documents,
         tasks=TASKS,

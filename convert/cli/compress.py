@@ -25,6 +25,7 @@ class Compress:
       source: Hugging Face folder or GGUF file.
       output: Folder to write.
       texts: Text files or folders, best text like yours. The choice and the judgement read different thirds.
+        Needed for contexts above 8,192 tokens.
       overwrite: Replace an existing output folder.
     """
 

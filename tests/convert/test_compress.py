@@ -12,7 +12,7 @@ import pytest
 from convert import compress as compress_module
 from convert import judging
 from convert.cli.main import main
-from convert.compress import CompressOptions, compress
+from convert.compress import JUDGED_SPLITS, CompressOptions, compress
 from convert.conversion import convert
 from convert.default_text import write_default_text
 from convert.judging import RULER_TASKS, Judge, choose_batch, is_retained, is_score_kept
@@ -156,6 +156,27 @@ def test_calibration_does_not_read_what_the_judgement_reads(tmp_path):
 def test_the_default_text_is_long_enough_to_calibrate(tmp_path):
     folder = write_default_text(tmp_path / "text")
     assert sum(path.stat().st_size for path in folder.iterdir()) > 400_000
+
+
+def test_the_default_text_is_long_enough_to_judge(few, tmp_path, monkeypatch):
+    # Tokenizers of large models need 4.3 characters for a token of this text.
+    read, sizes = compress_module.prepare, {}
+
+    def prepare(config, tokenizer, plan, documents, *, split, **options):
+        sizes[split] = sum(len(document.text) for document in documents_of(split, documents))
+        config = replace(config, max_positions=8192)
+        return read(config, tokenizer, plan, documents, split=split, **options | {"contexts": (8192,)})
+
+    monkeypatch.setattr(compress_module, "prepare", prepare)
+    assert compress(SOURCE, tmp_path / "model").within
+    assert min(sizes[split] for split in JUDGED_SPLITS) > 1.5 * 4.3 * 8 * 8192
+
+
+def test_a_long_context_needs_more_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compress_module, "write_docstrings", lambda folder: folder.mkdir() or folder)
+    assert main(["compress", str(SOURCE), str(tmp_path / "model")]) == 2
+    assert "choose a shorter context; for text of your own use --texts" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(

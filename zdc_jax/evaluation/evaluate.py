@@ -192,8 +192,8 @@ def _make_material(
         if len(windows) < (least := min(MIN_DOCUMENTS, most)):
             raise TextError(
                 f"too little text: {least} windows of {length} tokens ({least * length:,}) are needed, but "
-                f"split {split!r}, a third of the text, has {len(windows)} ({windows.size:,}); give at least "
-                f"{3 * least * length:,} tokens of text, or choose a shorter context"
+                f"split {split!r}, a third of the text, has {len(windows)} ({windows.size:,}); give "
+                f"{-(-least // len(windows))} times as much text, or choose a shorter context"
             )
         return windows
 
