@@ -12,7 +12,12 @@ from conftest import LLAMA
 
 from zdc_jax import loading
 from zdc_jax.errors import CheckpointError
-from zdc_jax.loading import choose_dtype
+from zdc_jax.loading import choose_dtype, load
+
+
+def test_a_path_is_named_if_it_is_none():
+    with pytest.raises(CheckpointError, match="path=5 must be the path of a folder written by `zdc convert`"):
+        load(5)
 
 
 def test_gemma_does_not_run_in_float16(caplog):

@@ -71,6 +71,8 @@ class Checkpoint:
           CheckpointError: the folder does not exist, is not a complete converted folder or has another format
             version; its manifest is damaged; an item or file is missing.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise CheckpointError(f"path={path!r:.80} must be the path of a folder written by `zdc convert`")
         path = Path(path)
         if not path.is_dir():
             problem = "is not a folder" if path.exists() else "does not exist"

@@ -260,9 +260,13 @@ def calibration_windows(
       Windows [W, context], and the topic of each.
 
     Raises:
-      CalibrationError: the folder has no tokenizer.
+      CalibrationError: the folder has no tokenizer, or the tokens are fewer than those of one window.
       TextError: no text, or too little for one window.
     """
+    if options.tokens < context:
+        raise CalibrationError(
+            f"tokens={options.tokens}: must be at least {context}, one window; lower context, or read more"
+        )
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         raise CalibrationError(f"{checkpoint.path} has no tokenizer, so it cannot read text")
@@ -271,7 +275,7 @@ def calibration_windows(
         documents if split is None else documents_of(split, documents),
         tokenizer,
         length=context,
-        num_windows=max(1, options.tokens // context),
+        num_windows=options.tokens // context,
         seed=options.seed if split is None else split_seed(split, options.seed),
         eos_id=next(iter(checkpoint.config.eos_ids), None),
     )

@@ -31,10 +31,15 @@ def reword_for_flags(message: str, command: Any) -> str:
     values: dict[str, Any] = {}
     for name, flag, value in _list_flags(command):
         values[name] = value
+        message = re.sub(rf"(?<=use ){name}='([^']*)'", rf"{flag} \1", message)
+        if "_" in name and flag.startswith("--"):  # No word of English.
+            message = re.sub(rf"(?<![\w-]){name}(?![\w=.])", flag, message)
         for quoted, typed in _list_spellings(name, flag, value):
             pattern = rf"(?<![\w-]){re.escape(quoted)}(?!\w|\.\d)"
             message = re.sub(pattern, typed.replace("\\", r"\\"), message)
         message = re.sub(rf"(?<![\w-])({name}|{_OTHER_NAMES.get(name, name)})=(?=\s|$)", flag, message)
+    if (schema := values.get("json_schema")) is not None:  # The text of the file says less than its name.
+        message = re.sub(r"(?<![\w-])json='.*?(?= cannot be used)", f"--json-schema {schema}", message)
     if (method := values.get("method")) in methods.names():
         for setting in fields(methods.named(method).Settings):
             message = re.sub(

@@ -54,6 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"zdc {version('zdc-jax')}")
         return 0
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
+        from difflib import get_close_matches
+
+        near = get_close_matches(arguments[0], SUMMARIES, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SUMMARIES)}"
+        print(f"error: {arguments[0]!r} is not a command; {advice}", file=sys.stderr)
+        return 2
     if not arguments or arguments[0] not in SUMMARIES:
         # Tyro prints the help, an error or, with a flag of its own, completions for a shell; then it exits.
         parse = import_command if any(each.startswith("--tyro-") for each in arguments) else _summarize

@@ -28,16 +28,19 @@ class Plan:
       path: Converted and calibrated folder.
       output: JSON file to write. A search also writes PLAN.front.json and PLAN.front.png with the best plans
         at each size, and PLAN.journal.jsonl, from which it resumes when run again.
+      overwrite: Replace an existing plan. A search always does.
     """
 
     path: ModelFolder
     output: Annotated[Positional[Path], tyro.conf.arg(metavar="PLAN.json")]
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
+    overwrite: bool = False
 
     def run(self, console: Console) -> None:
         self.search.check(self.flags)
-        check_output(self.output)
+        # A search continues where it ended, and writes the plan again.
+        check_output(self.output, overwrite=self.overwrite or self.search.is_requested)
         checkpoint = Checkpoint.open(self.path)
         plan: CompressionPlan | None
         if not self.search.is_requested:

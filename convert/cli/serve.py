@@ -110,6 +110,8 @@ class Serve:
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
         config.served_length(self.max_positions or Checkpoint.open(self.path).config.max_positions)
         _begin(_start_device)
+        if mesh is not None:
+            mesh.check_devices()
         from zdc_jax.server.run import serve
 
         side = TextSide.load(self.path, self.max_positions)
@@ -173,6 +175,8 @@ class Serve:
         """Raise `PromptError` for values that would fail only after the model is loaded, or never."""
         if self.replicas is not None and self.replicas < 1:
             raise PromptError(f"--replicas {self.replicas}: must be at least 1")
+        if not all(map(str.strip, self.name)):
+            raise PromptError("--name '': must not be empty; give the name that clients send")
         if not 0 <= self.drain_seconds < float("inf"):
             raise PromptError(f"--drain-seconds {self.drain_seconds}: must be a finite number, at least 0")
 

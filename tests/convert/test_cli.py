@@ -19,7 +19,8 @@ from rich.console import Console
 
 from convert.cli import entry, programs
 from convert.cli.basis_report import report_basis
-from convert.cli.flags import SamplingFlags
+from convert.cli.errors import reword_for_flags
+from convert.cli.flags import PlanFlag, SamplingFlags
 from convert.cli.main import SUMMARIES, import_command, main
 from convert.cli.plan import _report_savings
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks, Sampling
@@ -338,6 +339,10 @@ def test_inspect_checks_hashes(folder, capsys):
         (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "--prune 1.5"),
         (["calibrate", "{}/hf", "{}/text"], "zdc convert"),
         (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "--seed -1"),
+        (
+            ["calibrate", "{}/model", "{}/text", "--overwrite", "--tokens", "5"],
+            "--tokens 5: must be at least 128, one window",
+        ),
         (["evaluate", "{}/model", "{}/text", "--contexts", "64", "129"], "128 positions"),
         (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "--contexts 0"),
         (["evaluate", "{}/model", "{}/text", "--max-documents", "0"], "--max-documents 0"),
@@ -375,6 +380,7 @@ def test_inspect_checks_hashes(folder, capsys):
         (["generate", "{}/model", "w3", "--json-schema", "{}/no.json"], "no.json"),
         (["generate", "{}/model", "w3", "--json-schema", "x.json", "--regex", "a"], "drop one of them"),
         (["generate", "{}/model"], "PROMPT is missing"),
+        (["generate", "{}/model", "w3", "--mesh", "model=99"], "--mesh model=99: needs 99 devices"),
         (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
         (
             ["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"],
@@ -391,6 +397,23 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
+
+
+def test_a_schema_is_named_by_its_file(tmp_path):
+    flags, problem = SamplingFlags(json_schema=tmp_path / "schema.json"), "cannot be used: Invalid type: foo"
+    said = reword_for_flags(f"""json='{{"type": "foo"}}' {problem}""", flags)
+    assert said == f"--json-schema {flags.json_schema} {problem}"
+    assert reword_for_flags("or use plan='4bit'", PlanFlag()) == "or use --plan 4bit"
+
+
+def test_a_plan_is_not_replaced_by_accident(folder, tmp_path, capsys):
+    command = ["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--method", "int8"]
+    assert main(command) == 0
+    stored = (tmp_path / "plan.json").read_bytes()
+    assert main([*command[:-1], "fp8"]) == 2
+    assert "plan.json exists; pass --overwrite to replace it" in capsys.readouterr().err
+    assert (tmp_path / "plan.json").read_bytes() == stored
+    assert main([*command[:-1], "fp8", "--overwrite"]) == 0
 
 
 def test_a_method_alone_stores_8_bits_of_all_calibrated_coordinates(folder, tmp_path):
@@ -420,7 +443,7 @@ FLAGS = {
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective "
-    "on-kernels trials minutes text-windows context seed batch dtype",
+    "on-kernels trials minutes text-windows context seed batch dtype overwrite",
     "generate": f"plan {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions reproducible distributed coordinator num-processes process-id join-timeout",
     "chat": f"plan {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
@@ -454,6 +477,14 @@ def test_help_lists_flat_flags(command, capsys):
     assert f"zdc {command}" in out
     flags = set(re.findall(r"--([a-z][\w.-]*)", out)) - {"help"}
     assert {flag for flag in flags if not flag.startswith("no-")} == set(FLAGS[command].split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"), [("serv", "did you mean serve?"), ("nonsense", "choose one of compress, convert,")]
+)
+def test_an_unknown_command_is_named(typed, advice, capsys):
+    assert main([typed, "model"]) == 2
+    assert f"error: '{typed}' is not a command; {advice}" in capsys.readouterr().err
 
 
 def test_help_names_what_a_search_leaves(capsys):
@@ -492,7 +523,7 @@ finally:
     assert not modules & {"jax", "numpy", "zdc_jax", "matplotlib", "rich"}
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["inspect"], ["plan", "a", "b", "--flags.qk", "16"]])
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["plan", "a", "b", "--flags.qk", "16"]])
 def test_bad_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

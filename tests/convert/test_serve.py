@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
+import jax
 import openai
 import pytest
 from conftest import LLAMA, TinyModel
@@ -106,6 +107,18 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
             "in lower case and without a path",
         ),
         ("--drain-seconds", "-1", "--drain-seconds -1.0: must be a finite number, at least 0"),
+        ("--name", "", "--name '': must not be empty; give the name that clients send"),
+        (
+            "--cache-tokens",
+            "10",
+            "--cache-tokens 10 must be at least 256, one request of max_model_len=256 tokens in pages of "
+            "128; raise it, or lower --max-model-len",
+        ),
+        (
+            "--mesh",
+            "sequence=99",
+            f"--mesh sequence=99: needs 99 devices, there are {jax.device_count()}; use smaller axes",
+        ),
     ],
 )
 def test_numbers_are_refused_before_the_model_is_loaded(folder, capsys, monkeypatch, flag, value, message):

@@ -295,6 +295,11 @@ def test_bad_prompts_are_refused(model, prompt, options, named):
         generate(model, prompt, **options)
 
 
+def test_a_path_is_no_model():
+    with pytest.raises(PromptError, match=r"model='folder' must be a model; pass zdc_jax.load\(FOLDER\)"):
+        generate("folder", "text")
+
+
 def test_text_needs_a_tokenizer(model):
     mute = LanguageModel(model.network)
     with pytest.raises(PromptError, match="no tokenizer"):

@@ -63,7 +63,11 @@ def test_a_streamed_completion(client):
     assert len({chunk["id"] for chunk in whole}) == 1
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in whole]
     assert reasons == [None] * (len(whole) - 1) + ["length"]
-    *_, usage = events(client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}}))
+    *others, usage = events(
+        client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}})
+    )
+    assert {chunk["usage"] for chunk in others} == {None}
+    assert not any("usage" in chunk for chunk in whole)
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == LENGTH
 
@@ -452,6 +456,8 @@ def test_tokens_and_text(client):
     assert found == {"count": len(ids), "max_model_len": 200, "tokens": ids}
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "on the<|im_end|>"}
     assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens[0]"
+    refused = error(client.post("/detokenize", json={"tokens": [1, 10**6]}), 400)
+    assert refused["message"].startswith("tokens: token id 1000000 lies outside the vocabulary")
 
 
 def test_paths_and_methods_that_are_none(client):

@@ -84,13 +84,20 @@ class EngineConfig:
         """Return `max_model_len` for a model with `positions` positions.
 
         Raises:
-          PromptError: the model has fewer positions.
+          PromptError: the model has fewer positions, or `cache_tokens` have no room for one such request.
         """
         if self.max_model_len is not None and self.max_model_len > positions:
             raise PromptError(
                 f"max_model_len={self.max_model_len} must be at most {positions}, the model's positions"
             )
-        return self.max_model_len or positions
+        longest = self.max_model_len or positions
+        least = -(-longest // self.page) * self.page
+        if self.cache_tokens is not None and self.cache_tokens < least:
+            raise PromptError(
+                f"cache_tokens={self.cache_tokens} must be at least {least}, one request of "
+                f"max_model_len={longest} tokens in pages of {self.page}; raise it, or lower max_model_len"
+            )
+        return longest
 
 
 @dataclass

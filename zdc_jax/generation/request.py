@@ -63,6 +63,8 @@ class Request:
 
         Raises the `PromptError` of `generate`. The warning about long contexts points at the caller's caller.
         """
+        if not isinstance(model, LanguageModel):
+            raise PromptError(f"model={model!r:.80} must be a model; pass zdc_jax.load(FOLDER)")
         check_limit(max_new_tokens)
         check_chunk(model, PREFILL_CHUNK if prefill_chunk is None else prefill_chunk)
         strings = stop_strings(model, stop)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
+from zdc_jax.generation.shaping import check_in_vocabulary
 from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.server.answers import Answers
 from zdc_jax.server.api_keys import make_guard
@@ -183,6 +184,8 @@ class Api:
         """Convert token ids, special ones included, to text."""
         body = await self._read(DetokenizeRequest, http)
         join = get_token_bytes(self._get_tokenizer(body)).join
+        with report_errors_of("tokens"):
+            check_in_vocabulary("tokens", body.tokens, self.engine.model)
         return JSONResponse({"prompt": await run_in_threadpool(join, body.tokens)})
 
     async def _read[AnyBody: Body](self, kind: type[AnyBody], http: Request) -> AnyBody:

@@ -126,13 +126,15 @@ class Reply(ABC):
 
         The status has been sent before, so an error is an event, too, followed by the final `[DONE]`.
         """
-        header = self._format_header(self.chunk_kind)
+        header, counts = self._format_header(self.chunk_kind), self._body.stream_options.include_usage
+        if counts:
+            header["usage"] = None
         try:
             async for index, event in answers.events():
                 part = self.add(index, event)
                 if part.has_content:
                     yield format_event(header | {"choices": [self._format_chunk_choice(index, part)]})
-            if self._body.stream_options.include_usage:
+            if counts:
                 yield format_event(header | {"choices": [], "usage": self._count_tokens()})
         except RequestError as error:
             yield format_event(error.body)
