@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan, generate
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.methods.token_classes import Settings
 from zdc_jax.methods.token_classes.cache import ClassBlocks, GroupState, classify
@@ -129,6 +130,22 @@ def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, group):
     for row, ours in zip(tokens, got, strict=True):
         want = Masked(tiny, plan).run(row, by_blocks(0.4))
         np.testing.assert_allclose(ours, want, atol=2e-4 * np.abs(want).max())
+
+
+def test_classes_come_from_all_queries_of_a_prompt(tiny_llama: TinyModel, monkeypatch):
+    # The last layer needs the result of one query, but its classes need the scores of all.
+    plan, seen, attend = class_plan(tiny_llama, group=1), [], PrefixRing.attend
+
+    def attend_and_note(self, *arguments):
+        seen.append(arguments[-1].needed_from)
+        return attend(self, *arguments)
+
+    monkeypatch.setattr(PrefixRing, "attend", attend_and_note)
+    cache = KVCache.create(plan.layer_caches("float32"), batch=1, capacity=64)
+    tokens = jnp.asarray(tiny_llama.tokens(1, 32))
+    with jax.disable_jit():  # A program that was traced before would not call the function again.
+        tiny_llama.model(plan).network.extend_last(cache, tokens, jnp.array([32]))
+    assert set(seen) == {None}
 
 
 @pytest.mark.parametrize("near", NEAR)

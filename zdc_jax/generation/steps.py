@@ -247,9 +247,8 @@ def advance_with(
 ) -> tuple[MixedResult, Frontier]:
     """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
 
-    Each of several chunks has at most `longest` tokens. `needed_from` is that of `extend_together`.
-    Returns the result of `extend_together`, and the
-    frontier of the first b sequences.
+    Each of several chunks has at most `longest` tokens. `needed_from` is that of `extend_together`. Returns
+    its result, and the frontier of the first b sequences.
     """
     count, lengths = len(wanted), state.cache.lengths
     cache, active, end = select_active(state.first(count), wanted, numbers)

@@ -10,7 +10,7 @@ these positions once for all layers of its group.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -159,6 +159,7 @@ class ClassLeader(_ClassLayer):
         call: Call,
     ) -> Attended:
         """Store the new tokens and attend to the cache; `Attended.aux` is a `Classified`."""
+        call = replace(call, needed_from=None)  # Importance comes from all queries.
         tokens, o, lse, *_ = self.tokens.attend(state.tokens, q, k, v, positions, end, None, call)
         group, slots = classify(state.group, token_importance(lse), positions, end, self.blocks)
         if positions.shape[1] > 1:
