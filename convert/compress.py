@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
-from convert.conversion import convert, open_source
+from convert.conversion import convert, read_source
 from convert.default_text import write_default_text, write_docstrings
 from convert.judging import RULER_SAMPLES, Judge, Row
 from convert.search.coded_search import CodedBooks, CodedSearch
@@ -49,6 +49,8 @@ LARGER = (1.06, 1.12, 1.2, 1.3)
 """Bytes of the larger plans of the search, relative to the best one. They are judged if that one fails."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
+DEFAULT_TEXT = "language reference and docstrings of Python"
+"""Name of the default text in the file of a run, which continues only with the same text."""
 JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
 """Splits of the text on which plans are measured."""
 
@@ -61,7 +63,7 @@ class CompressOptions:
       max_loss: Largest relative increase of perplexity, such as 0.01 for 1 %.
       context: Context length to calibrate, search and judge at, in tokens.
       minutes: Time after which no further plan is searched. The judgement follows in any case.
-      tokens: Tokens of text to calibrate on.
+      tokens: Tokens of text to calibrate on, at least one context.
       documents: Most documents with task questions in the judgement. Below 50, losses in single documents
         can stay hidden. The search reads half as many, at most 12. Tasks of RULER have
         two samples for each document, at most 100.
@@ -175,14 +177,16 @@ def compress(
         `evaluate`.
     """
     options, output = options or CompressOptions(), Path(output)
-    run = {"source": str(Path(source).resolve()), "texts": [*map(str, texts)], **asdict(options)}
+    named = [*map(str, texts)] or [DEFAULT_TEXT]
+    run = {"source": str(Path(source).resolve()), "texts": named, **asdict(options)}
     state = _State.open(output, run, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        default = (write_default_text(folder / "reference"), write_docstrings(folder / "docstrings"))
-        documents = list(read_documents(texts or default))
-        # Text that is too short fails before any work.
-        config, tokenizer = _read_source(source)
+        paths = texts or [write_default_text(folder / "reference"), write_docstrings(folder / "docstrings")]
+        documents = list(read_documents(paths))
+        # Text that is too short fails before any work. A run that continues needs no source.
+        is_new = overwrite or not output.exists()
+        config, tokenizer = read_source(source) if is_new else _read_converted(output)
         if (positions := config.max_positions) < options.context:
             watch(f"context of {positions:,} tokens, the model's positions, instead of {options.context:,}")
         try:
@@ -193,7 +197,7 @@ def compress(
             if texts:
                 raise
             raise TextError(f"{error}; for text of your own use texts=") from error
-        if overwrite or not output.exists():
+        if is_new:
             watch(f"converting {source}")
             convert(source, output, overwrite=overwrite)
         checkpoint = Checkpoint.open(output)
@@ -206,13 +210,9 @@ def compress(
     return _choose_and_judge(checkpoint, materials, documents, options, state, watch)
 
 
-def _read_source(source: str | Path) -> tuple[ModelConfig, Tokenizer]:
-    """Return architecture and tokenizer of a checkpoint before its conversion."""
-    model = open_source(Path(source))
-    tokenizer = model.tokenizer()
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return model.config("float32"), tokenizer
+def _read_converted(output: Path) -> tuple[ModelConfig, Tokenizer | None]:
+    checkpoint = Checkpoint.open(output)
+    return checkpoint.config, checkpoint.tokenizer()
 
 
 def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
@@ -228,7 +228,7 @@ def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
 
 def _calibration_options(options: CompressOptions, checkpoint: Checkpoint) -> CalibrationOptions:
     context = min(options.context, checkpoint.config.max_positions)
-    return CalibrationOptions(tokens=options.tokens, context=context, profile=False)
+    return CalibrationOptions(tokens=max(options.tokens, context), context=context, profile=False)
 
 
 def _calibration_dtype(checkpoint: Checkpoint) -> str | None:
@@ -313,7 +313,7 @@ def _search(
 
 def _prepare(
     config: ModelConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     documents: list[Document],
     options: CompressOptions,
     split: Split,

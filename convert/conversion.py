@@ -35,6 +35,22 @@ def open_source(path: Path) -> Source:
     return GGUFFile(path) if path.is_file() or path.suffix == ".gguf" else HFFolder(path)
 
 
+def read_source(source: str | Path) -> tuple[ModelConfig, Tokenizer]:
+    """Return architecture and tokenizer of a checkpoint, as its conversion will have them.
+
+    The dtype is float32. The tokenizer has neither truncation nor padding.
+
+    Raises:
+      ConversionError: the source is not supported, or its tokenizer does not suit it.
+    """
+    model = open_source(Path(source))
+    config = model.config("float32")
+    tokenizer = Tokenizer.from_str(_tokenizer_json(model.tokenizer(), Path(source), config))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return config, tokenizer
+
+
 def convert(
     source: str | Path,
     output: str | Path,

@@ -31,9 +31,12 @@ def reword_for_flags(message: str, command: Any) -> str:
     values: dict[str, Any] = {}
     for name, flag, value in _list_flags(command):
         values[name] = value
+        if name == "mesh" and value is not None:  # A parsed mesh has another spelling.
+            typed = f"--mesh {value}".replace("\\", r"\\")
+            message = re.sub(r"\bmesh=MeshConfig\([^)]*\)", typed, message)
         message = re.sub(rf"(?<=use ){name}='([^']*)'", rf"{flag} \1", message)
         if "_" in name and flag.startswith("--"):  # No word of English.
-            message = re.sub(rf"(?<![\w-]){name}(?![\w=.])", flag, message)
+            message = re.sub(rf"(?<![^\s(]){name}(?=[,;:)]?(?:\s|$))", flag, message)
         for quoted, typed in _list_spellings(name, flag, value):
             pattern = rf"(?<![\w-]){re.escape(quoted)}(?!\w|\.\d)"
             message = re.sub(pattern, typed.replace("\\", r"\\"), message)

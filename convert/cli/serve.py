@@ -91,6 +91,8 @@ class Serve:
         config = build_from_flags(EngineConfig, self)
         _log_with_times()
         plan = self.flags.build(self.path)
+        positions = self.max_positions or Checkpoint.open(self.path).config.max_positions
+        config.served_length(positions)
         names = self.name or (self.path.resolve().name,)
         if self.replicas is None:
             self._serve_alone(config, plan, names, http, keys)
@@ -108,7 +110,6 @@ class Serve:
         # What costs nothing is checked before the GPU reserves memory.
         http.check_files_and_address()
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
-        config.served_length(self.max_positions or Checkpoint.open(self.path).config.max_positions)
         _begin(_start_device)
         if mesh is not None:
             mesh.check_devices()

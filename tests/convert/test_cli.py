@@ -23,6 +23,7 @@ from convert.cli.errors import reword_for_flags
 from convert.cli.flags import PlanFlag, SamplingFlags
 from convert.cli.main import SUMMARIES, import_command, main
 from convert.cli.plan import _report_savings
+from convert.compress import CompressOptions
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks, Sampling
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.api import Completion, Generation, Timings
@@ -380,7 +381,10 @@ def test_inspect_checks_hashes(folder, capsys):
         (["generate", "{}/model", "w3", "--json-schema", "{}/no.json"], "no.json"),
         (["generate", "{}/model", "w3", "--json-schema", "x.json", "--regex", "a"], "drop one of them"),
         (["generate", "{}/model"], "PROMPT is missing"),
-        (["generate", "{}/model", "w3", "--mesh", "model=99"], "--mesh model=99: needs 99 devices"),
+        (
+            ["generate", "{}/model", "w3", "--mesh", "model=99,data=1"],
+            "--mesh model=99,data=1: needs 99 devices",
+        ),
         (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
         (
             ["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"],
@@ -404,6 +408,18 @@ def test_a_schema_is_named_by_its_file(tmp_path):
     said = reword_for_flags(f"""json='{{"type": "foo"}}' {problem}""", flags)
     assert said == f"--json-schema {flags.json_schema} {problem}"
     assert reword_for_flags("or use plan='4bit'", PlanFlag()) == "or use --plan 4bit"
+
+
+@pytest.mark.parametrize(
+    ("message", "reworded"),
+    [
+        ("lower max_loss, or texts", "lower --max-loss, or texts"),
+        ("/runs/max_loss/out exists", "/runs/max_loss/out exists"),
+        ("'max_loss' is unknown in config.max_loss", "'max_loss' is unknown in config.max_loss"),
+    ],
+)
+def test_names_of_flags_become_flags_where_they_are_words(message, reworded):
+    assert reword_for_flags(message, CompressOptions()) == reworded
 
 
 def test_a_plan_is_not_replaced_by_accident(folder, tmp_path, capsys):

@@ -124,6 +124,7 @@ def test_an_interrupted_run_continues(few, tmp_path, monkeypatch):
         compress(SOURCE, output, options=CompressOptions(context=1024, documents=3))
     monkeypatch.setattr(compress_module, "calibrate", calibrate)
     monkeypatch.setattr(compress_module, "convert", lambda *_, **__: done.append("converted"))
+    monkeypatch.setattr(compress_module, "read_source", lambda *_: pytest.fail("the source was read"))
     compress(SOURCE, output, options=OPTIONS)
     assert not done  # The weights were there.
     assert json.loads((output / "compress.json").read_text())["done"]
@@ -170,6 +171,11 @@ def test_the_default_text_is_long_enough_to_judge(few, tmp_path, monkeypatch):
     monkeypatch.setattr(compress_module, "prepare", prepare)
     assert compress(SOURCE, tmp_path / "model").within
     assert min(sizes[split] for split in JUDGED_SPLITS) > 1.5 * 4.3 * 8 * 8192
+
+
+def test_calibration_reads_at_least_one_context(converted):
+    options = replace(OPTIONS, tokens=100)
+    assert compress_module._calibration_options(options, converted).tokens == OPTIONS.context
 
 
 def test_a_long_context_needs_more_text(tmp_path, monkeypatch, capsys):

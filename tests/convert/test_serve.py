@@ -107,12 +107,13 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
             "in lower case and without a path",
         ),
         ("--drain-seconds", "-1", "--drain-seconds -1.0: must be a finite number, at least 0"),
+        ("--max-sequences", "5000", "--max-sequences 5000 must be at most 4096"),
         ("--name", "", "--name '': must not be empty; give the name that clients send"),
         (
             "--cache-tokens",
             "10",
             "--cache-tokens 10 must be at least 256, one request of max_model_len=256 tokens in pages of "
-            "128; raise it, or lower --max-model-len",
+            "128; raise it, leave it out, or lower --max-model-len",
         ),
         (
             "--mesh",

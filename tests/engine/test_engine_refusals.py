@@ -151,16 +151,6 @@ def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
         Engine(model, config)
 
 
-def test_more_requests_than_pages_are_refused(model, monkeypatch):
-    # Each request has arrays as wide as the vocabulary, which would fill the memory.
-    monkeypatch.setattr(layout, "free_bytes", lambda: 10_000_000)
-    specs = CompressionPlan.full(model.config).layer_caches("float32")
-    given = {"longest": 160, "page": 16, "cache_tokens": None, "reuse": True}
-    pages = layout.Layout.of(specs, rows=100, **given).pages
-    with pytest.raises(CacheMemoryError, match=f"max_sequences={pages + 1}: .* {pages} requests of one page"):
-        layout.Layout.of(specs, rows=pages + 1, **given)
-
-
 def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(model, monkeypatch):
     monkeypatch.setattr(layout, "free_bytes", lambda: 10_000_000)
     with pytest.raises(

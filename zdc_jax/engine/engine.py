@@ -30,6 +30,9 @@ from zdc_jax.loading import LanguageModel
 
 logger = logging.getLogger("zdc_jax")
 
+MOST_SEQUENCES = 4096
+"""Most requests at once. Each has arrays as wide as the vocabulary."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -73,6 +76,8 @@ class EngineConfig:
         for name in ("max_sequences", "cache_tokens", "page", "decode_steps", "max_waiting"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PromptError(f"{name}={value} must be at least 1")
+        if self.max_sequences > MOST_SEQUENCES:
+            raise PromptError(f"max_sequences={self.max_sequences} must be at most {MOST_SEQUENCES}")
         if self.chunk is not None and self.chunk != bucket(self.chunk):
             raise PromptError(f"chunk={self.chunk} must be a power of two >= 32")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -95,7 +100,8 @@ class EngineConfig:
         if self.cache_tokens is not None and self.cache_tokens < least:
             raise PromptError(
                 f"cache_tokens={self.cache_tokens} must be at least {least}, one request of "
-                f"max_model_len={longest} tokens in pages of {self.page}; raise it, or lower max_model_len"
+                f"max_model_len={longest} tokens in pages of {self.page}; raise it, leave it out, or lower "
+                "max_model_len"
             )
         return longest
 

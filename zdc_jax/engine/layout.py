@@ -85,8 +85,7 @@ class Layout:
         Raises:
           PlanError: blocks of a method do not divide a page, or `cache_tokens` is set for a method without
             pages.
-          CacheMemoryError: `cache_tokens`, one request of the longest, or a page for each of `rows` requests
-            do not fit.
+          CacheMemoryError: `cache_tokens`, or one request of the longest, do not fit.
         """
         if not all("pages" in spec.clauses for spec in specs):
             if cache_tokens is not None:
@@ -116,11 +115,6 @@ class Layout:
                 f"max_model_len={longest}: the cache has room for {layout.pages * page} tokens, less than "
                 "one request; lower max_sequences or max_model_len, or raise cache_tokens, in whole pages of "
                 f"{page}"
-            )
-        if rows > layout.pages:
-            raise CacheMemoryError(
-                f"max_sequences={rows}: the cache has room for {layout.pages} requests of one page, {page} "
-                "tokens; lower max_sequences"
             )
         paged = (Paged.of(spec, page=page, pages=layout.pages) for spec in specs)
         return replace(layout, specs=tuple(paged))

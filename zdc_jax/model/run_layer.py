@@ -98,24 +98,13 @@ start_layer_alone = jax.jit(start_layer, static_argnames=("spec", "implementatio
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
 def extend_layer_alone(
-    block: Block,
-    spec: LayerCacheSpec,
-    x: Array,
-    state: State,
-    aux: Any,
-    positions: Array,
-    end: Array,
-    implementation: Implementation | None,
-    table: Array | None = None,
-    first: Array | None = None,
+    block: Block, spec: LayerCacheSpec, *inputs: Any, **options: Any
 ) -> tuple[Array, State, Any]:
     """Run one layer on new tokens; return its output and the other results of `start_layer`.
 
-    Compiled once for equal layers.
+    The arguments are those of `start_layer`. Compiled once for equal layers.
     """
-    half, state, aux = start_layer(
-        block, spec, x, state, aux, positions, end, implementation, table=table, first=first
-    )
+    half, state, aux = start_layer(block, spec, *inputs, **options)
     return block.finish(half), state, aux
 
 

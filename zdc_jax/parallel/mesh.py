@@ -72,11 +72,6 @@ class MeshConfig:
             sizes[name] = int(size)
         return cls(**sizes)
 
-    def __str__(self) -> str:
-        """Return the axes with several devices as `parse` takes them."""
-        sizes = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return ",".join(f"{name}={size}" for name, size in sizes if size > 1) or f"{SEQUENCE}=1"
-
     @property
     def size(self) -> int:
         """Total number of devices."""
@@ -84,12 +79,11 @@ class MeshConfig:
 
     def check_devices(self) -> None:
         """Raise `MeshError` if there are fewer devices than `size`, or several processes have more."""
-        axes = str(self)
         if self.size > (count := jax.device_count()):
-            raise MeshError(f"mesh={axes!r}: needs {self.size} devices, there are {count}; use smaller axes")
+            raise MeshError(f"mesh={self}: needs {self.size} devices, there are {count}; use smaller axes")
         if self.size < count and jax.process_count() > 1:
             raise MeshError(
-                f"mesh={axes!r}: uses {self.size} of the {count} devices of {jax.process_count()} processes; "
+                f"mesh={self}: uses {self.size} of the {count} devices of {jax.process_count()} processes; "
                 "must use all of them"
             )
 
