@@ -464,6 +464,8 @@ def test_paths_and_methods_that_are_none(client):
     for path in ("/v1/nothing", "/nothing"):
         described = error(client.get(path), 404)
         assert described["message"].startswith(f"GET {path}: unknown path; this server has ")
+        assert "{model}" in described["message"]
+        assert ":path" not in described["message"]
         assert COMPLETIONS in described["message"]
         assert described["code"] == "unknown_url"
     for path, asked in (("/health", client.post), (COMPLETIONS, client.get)):

@@ -105,7 +105,7 @@ async def _on_http(request: Request, error: Any) -> JSONResponse:
     if error.status_code == 405:
         message, code = f"{asked}: this path accepts {error.headers['Allow']} only", "method_not_supported"
     else:
-        paths = ", ".join(sorted(route.path for route in request.app.routes))
+        paths = ", ".join(sorted(route.path.replace(":path}", "}") for route in request.app.routes))
         message, code = f"{asked}: unknown path; this server has {paths}", "unknown_url"
     return make_response(RequestError(message, status=error.status_code, code=code), error.headers)
 
