@@ -63,7 +63,7 @@ class CompressOptions:
       max_loss: Largest relative increase of perplexity, such as 0.01 for 1 %.
       context: Context length to calibrate, search and judge at, in tokens.
       minutes: Time after which no further plan is searched. The judgement follows in any case.
-      tokens: Tokens of text to calibrate on, at least one context.
+      tokens: Tokens of text to calibrate on. At least one context is read.
       documents: Most documents with task questions in the judgement. Below 50, losses in single documents
         can stay hidden. The search reads half as many, at most 12. Tasks of RULER have
         two samples for each document, at most 100.
@@ -203,10 +203,10 @@ def compress(
         checkpoint = Checkpoint.open(output)
         state.save()
         if not (checkpoint.calibration_path / "basis").exists():
-            watch(f"calibrating on {options.tokens:,} tokens")
+            calibration = _calibration_options(options, checkpoint)
+            watch(f"calibrating on {calibration.tokens:,} tokens")
             text = _write_unjudged(folder / "calibration", documents)
-            dtype = _calibration_dtype(checkpoint)
-            calibrate(output, [text], _calibration_options(options, checkpoint), dtype=dtype)
+            calibrate(output, [text], calibration, dtype=_calibration_dtype(checkpoint))
     return _choose_and_judge(checkpoint, materials, documents, options, state, watch)
 
 

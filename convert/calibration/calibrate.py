@@ -265,7 +265,7 @@ def calibration_windows(
     """
     if options.tokens < context:
         raise CalibrationError(
-            f"tokens={options.tokens}: must be at least {context}, one window; lower context, or read more"
+            f"tokens={options.tokens}: must be at least {context}, one window; raise it, or lower context="
         )
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:

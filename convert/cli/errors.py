@@ -42,7 +42,8 @@ def reword_for_flags(message: str, command: Any) -> str:
             message = re.sub(pattern, typed.replace("\\", r"\\"), message)
         message = re.sub(rf"(?<![\w-])({name}|{_OTHER_NAMES.get(name, name)})=(?=\s|$)", flag, message)
     if (schema := values.get("json_schema")) is not None:  # The text of the file says less than its name.
-        message = re.sub(r"(?<![\w-])json='.*?(?= cannot be used)", f"--json-schema {schema}", message)
+        named = f"--json-schema {schema}".replace("\\", r"\\")
+        message = re.sub(r"(?<![\w-])json='.*?(?= cannot be used)", named, message)
     if (method := values.get("method")) in methods.names():
         for setting in fields(methods.named(method).Settings):
             message = re.sub(

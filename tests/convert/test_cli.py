@@ -342,7 +342,7 @@ def test_inspect_checks_hashes(folder, capsys):
         (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "--seed -1"),
         (
             ["calibrate", "{}/model", "{}/text", "--overwrite", "--tokens", "5"],
-            "--tokens 5: must be at least 128, one window",
+            "--tokens 5: must be at least 128, one window; raise it, or lower --context",
         ),
         (["evaluate", "{}/model", "{}/text", "--contexts", "64", "129"], "128 positions"),
         (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "--contexts 0"),

@@ -178,7 +178,7 @@ def test_calibration_reads_at_least_one_context(converted):
     assert compress_module._calibration_options(options, converted).tokens == OPTIONS.context
 
 
-def test_a_long_context_needs_more_text(tmp_path, monkeypatch, capsys):
+def test_too_little_default_text_fails_with_the_flag_for_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compress_module, "write_docstrings", lambda folder: folder.mkdir() or folder)
     assert main(["compress", str(SOURCE), str(tmp_path / "model")]) == 2
     assert "choose a shorter context; for text of your own use --texts" in capsys.readouterr().err

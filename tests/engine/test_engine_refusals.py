@@ -151,6 +151,14 @@ def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
         Engine(model, config)
 
 
+def test_memory_for_less_than_one_request_is_refused(model, monkeypatch):
+    monkeypatch.setattr(layout, "free_bytes", lambda: 20_000)
+    with pytest.raises(
+        CacheMemoryError, match=r"max_model_len=160: .* lower max_sequences or max_model_len$"
+    ):
+        Engine(model, CONFIG)
+
+
 def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(model, monkeypatch):
     monkeypatch.setattr(layout, "free_bytes", lambda: 10_000_000)
     with pytest.raises(

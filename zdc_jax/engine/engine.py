@@ -39,7 +39,7 @@ class EngineConfig:
     """Configuration of an engine.
 
     Attributes:
-      max_sequences: most requests that run at once.
+      max_sequences: most requests that run at once, up to `MOST_SEQUENCES`.
       max_model_len: most tokens of a prompt and its answer together; default the model's positions.
       cache_tokens: tokens that the cache has room for. By default enough for `max_sequences` requests of
         `max_model_len` tokens, or what fits into memory. Not allowed for plans whose method has no pages.

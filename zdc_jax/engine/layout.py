@@ -113,8 +113,7 @@ class Layout:
         if layout.pages < pages_each:
             raise CacheMemoryError(
                 f"max_model_len={longest}: the cache has room for {layout.pages * page} tokens, less than "
-                "one request; lower max_sequences or max_model_len, or raise cache_tokens, in whole pages of "
-                f"{page}"
+                "one request; lower max_sequences or max_model_len"
             )
         paged = (Paged.of(spec, page=page, pages=layout.pages) for spec in specs)
         return replace(layout, specs=tuple(paged))

@@ -25,7 +25,7 @@ Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array
 
 
 class HalfLayer(NamedTuple):
-    """Layer of which all is computed up to the outputs of its heads.
+    """Layer that is computed up to the outputs of its heads.
 
     Attributes:
       x: input of the layer; its output if `o` is None.
