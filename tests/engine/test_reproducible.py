@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from tiny_tokenizers import ascii_tokenizer
 
 from zdc_jax import methods
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.fold import prepared_layers
 from zdc_jax.generation.api import generate
+from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -101,6 +104,29 @@ def check_requests(tiny: TinyModel, plan: CompressionPlan, count: int) -> None:
     found = generate(model, longest.prompt, longest.max_tokens, stop_tokens=(), prefill_chunk=128)
     tokens = [each.token for each in together[requests.index(longest)]]
     assert list(found.completions[0].tokens) == tokens
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.full
+def test_answers_that_go_back_are_those_with_masks_to_the_last_bit(tiny, name):
+    model = replace(load_reproducible(tiny, PLANS[name]), tokenizer=ascii_tokenizer())
+    patterns = ["[ -_]{60}", "[!-~]{60}", "[ -^`-~]{60}", "([a-z]{2} ?)*"]
+    requests = [
+        EngineRequest(
+            tuple(range(3, 40 + 9 * i)),
+            60,
+            Sampling(float(i % 2), grammar=Grammar.regex(pattern)),
+            logprobs=2,
+        )
+        for i, pattern in enumerate(patterns)
+    ]
+    config = replace(SMALL, cache_tokens=None, decode_steps=4)
+    with Engine(model, config) as engine:
+        answers = answer_all(engine, requests)
+        assert engine.stats().rewinds > 0
+    with Engine(model, replace(config, reuse=False)) as engine:
+        assert answer_all(engine, requests) == answers
+        assert engine.stats().rewinds == 0
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -126,7 +126,7 @@ class _Group:
     @property
     def is_guided(self) -> bool:
         """Whether masks are needed, which depend on the tokens of the step before."""
-        return any(job.guide is not None for _, job in self.jobs)
+        return any(job.needs_mask for _, job in self.jobs)
 
     def make_mask(self, vocab: int) -> np.ndarray:
         """Return the masks of the next tokens of the batch (`make_mask`)."""
@@ -204,7 +204,8 @@ class Engine:
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
         check_request(self.model, self.max_model_len, request)
-        job = Job(self.model, request, notify, self.cancel)
+        can_go_back = self.config.reuse and self._runner.layout.has_pages
+        job = Job(self.model, request, notify, self.cancel, can_go_back=can_go_back)
         with self._changed:
             if self.closing:
                 raise Closing("the engine is closing and accepts no more requests")
@@ -293,7 +294,7 @@ class Engine:
                 if self._stopped:
                     break
             try:
-                if self._scheduler.victim() is not None:
+                if self._scheduler.victim() is not None or self._list_going_back():
                     # A preempted request keeps its output, so pending tokens must be delivered first.
                     self._deliver(pending)
                     pending = []
@@ -336,10 +337,19 @@ class Engine:
 
     def _next_plan(self) -> Plan | None:
         with self._changed:
+            for job in self._list_going_back():
+                self._scheduler.preempt(job.work)
+                job.must_go_back = False
+                self._count(rewinds=1)
             while (victim := self._scheduler.victim()) is not None:
                 self._scheduler.preempt(victim)
                 self._count(preemptions=1)
             return self._scheduler.plan()
+
+    def _list_going_back(self) -> list[Job]:
+        """Return the running jobs that must go back to the tokens before a refused one."""
+        running = (self._jobs[work] for work in self._scheduler.running.values())
+        return [job for job in running if job.must_go_back]
 
     def _start(self, plan: Plan | None) -> _Started:
         """Start a step on the device."""
@@ -421,7 +431,7 @@ class Engine:
         """Build the runner's inputs for a chunk, and update statistics."""
         work, job = chunk.work, self._jobs[chunk.work]
         assert work.row is not None
-        job.queued = job.queued or time.monotonic() - job.arrival_time
+        job.note_start()
         if chunk.begin == work.cached:
             length = len(work.text)
             self._count(prompt_tokens=length, prefix_queries=length, prefix_hits=work.cached)

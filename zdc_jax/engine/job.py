@@ -21,9 +21,22 @@ from zdc_jax.loading import TextModel
 
 logger = logging.getLogger("zdc_jax")
 
+MASKED_TOKENS = 8
+"""Tokens that get masks after the first one that a grammar refused; twice as many after each further one."""
+
 
 class Job:
     """A submitted request (`Ticket`).
+
+    A grammar mostly allows what a model chooses. So its answer takes steps without masks if it can go back
+    to the tokens before one that the grammar refuses (ours).
+
+    Args:
+      model: model that answers.
+      request: the request.
+      notify: callback for its events.
+      cancel: function that cancels the job.
+      can_go_back: whether the engine can prefill an answer again from a part of its tokens, quickly.
 
     Attributes:
       request: the request.
@@ -33,9 +46,12 @@ class Job:
       answer: tokens and text of the answer so far.
       numbers: packed parameters for the device (`pack_parameters`).
       guide: masks of its next tokens; None if they do not depend on the answer.
+      must_go_back: whether the grammar refused a token that was chosen without a mask. Later tokens are
+        ignored, until the engine has prefilled those before it again.
       ended: whether the last event was sent.
       arrival_time: time of submission, of `time.monotonic`.
       queued: seconds from submission to the start of prefill; 0 before.
+      cached: prompt tokens found in shared pages when prefill started; 0 before.
 
     Raises:
       PromptError: the request's `generated` tokens end the answer or cannot be decoded.
@@ -47,6 +63,8 @@ class Job:
         request: EngineRequest,
         notify: Callable[[Event], None],
         cancel: Callable[["Job"], None],
+        *,
+        can_go_back: bool = False,
     ):
         self.request, self.notify, self._cancel = request, notify, cancel
         # The engine that generated the first tokens has reported the prompt's log-probabilities.
@@ -68,7 +86,11 @@ class Job:
             min_tokens=request.min_tokens,
             guide=self.guide,
         )
-        self._accepted = 0
+        self._can_go_back = (
+            can_go_back and request.sampling.can_choose_before_mask and not self.work.skips_cache
+        )
+        self.must_go_back = False
+        self._accepted = self._refusals = self._masked_until = 0
         self._refused: PromptError | None = None
         self._resume(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
@@ -82,7 +104,7 @@ class Job:
         )
         self._model = model
         self.ended = self._prompt_reported = False
-        self.arrival_time, self.queued = time.monotonic(), 0.0
+        self.arrival_time, self.queued, self.cached = time.monotonic(), 0.0, 0
 
     @property
     def choice(self) -> Choice:
@@ -94,19 +116,32 @@ class Job:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether the logits are changed before a token is chosen."""
-        return self.request.sampling.is_shaped
+        """Whether the logits are changed before the next token is chosen."""
+        return self.request.sampling.is_shaped and (self.guide is None or self.needs_mask)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the next token is chosen with a mask."""
+        is_free = self._can_go_back and self._accepted >= self._masked_until
+        return self.guide is not None and not is_free
 
     @property
     def next_guide(self) -> Guide | None:
         """Guide of the next token; None if there is none, or if no further token counts."""
-        if self.guide is None or self.ended or self._refused is not None or self.guide.is_complete:
+        if self.guide is None or self.ended or self._refused is not None:
+            return None
+        if self.must_go_back or self.guide.is_complete:
             return None
         return self.guide
 
+    def note_start(self) -> None:
+        """Note that prefill starts; only the first time counts, and not that after a preemption."""
+        if not self.queued:
+            self.queued, self.cached = time.monotonic() - self.arrival_time, self.work.cached
+
     def first_shaping(self) -> SequenceShaping | None:
         """Return the changes of logits after the prompt and the answer so far."""
-        if not self.is_shaped:
+        if not self.request.sampling.is_shaped:
             return None
         vocab = self._model.config.vocab_size
         return SequenceShaping(
@@ -129,7 +164,7 @@ class Job:
         self.ended = fields.get("finish_reason") is not None
         scores = () if self._prompt_reported else tuple(self._prompt_logprobs)
         self._prompt_reported = True
-        event = Event(**fields, prompt_logprobs=scores, cached_tokens=self.work.cached, queued=self.queued)
+        event = Event(**fields, prompt_logprobs=scores, cached_tokens=self.cached, queued=self.queued)
         try:
             self.notify(event)
         except Exception:
@@ -169,11 +204,18 @@ class Job:
             if (guide := self.next_guide) is None:
                 return
             try:
-                guide.accept([token])
+                allowed = guide.try_accept(token)
             except PromptError as error:
                 self._refused = error
-            else:
+                return
+            if allowed:
                 self._accepted += 1
+            elif self.needs_mask:
+                self._refused = PromptError(f"the grammar refuses the token {token}")
+            else:
+                self.must_go_back = True
+                self._masked_until = self._accepted + (MASKED_TOKENS << self._refusals)
+                self._refusals += 1
 
     def add_tokens(self, tokens: list[int], scores: Scores | None) -> bool:
         """Add new tokens and send an event.
@@ -189,13 +231,13 @@ class Job:
           PromptError: the guide refuses one of them, or the tokenizer cannot decode them.
         """
         work = self.work
-        work.output += tokens
-        full = len(work.output) >= work.max_tokens
         kept, complete = tokens, False
         if self.guide is not None:
             kept = tokens[: self._accepted - len(self.answer.tokens)]
             complete = self.guide.is_complete and len(self.answer.tokens) + len(kept) == self._accepted
         is_cut = len(kept) < len(tokens)
+        work.output += kept if self.must_go_back else tokens
+        full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
             delta = self.answer.append(kept, full=full and not is_cut, complete=complete)
         if delta is not None:
@@ -208,6 +250,8 @@ class Job:
             )
         if is_cut and self._refused is not None and not self.ended:
             raise self._refused
+        if self.must_go_back:
+            return False
         return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 
     def _to_logprobs(self, tokens: Sequence[int], scores: Scores | None) -> list[TokenLogprobs]:

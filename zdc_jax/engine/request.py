@@ -116,6 +116,7 @@ class EngineStats:
       prefix_queries: tokens looked up in the prefix cache.
       prefix_hits: tokens found in the prefix cache.
       preemptions: preempted requests.
+      rewinds: answers that were prefilled again from the tokens before one that a grammar refused.
     """
 
     running: int = 0
@@ -126,6 +127,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    rewinds: int = 0
 
 
 class Busy(Exception):

@@ -99,11 +99,9 @@ class Matcher:
         self._matcher, self._end = matcher, end
         self._mask = full_mask(vocab, 1)
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Add tokens; raise `PromptError` if they do not belong to the grammar."""
-        for token in tokens:
-            if not self._matcher.consume_token(token):
-                raise PromptError(f"the grammar refuses the token {token}: {self._matcher.get_error()}")
+    def accept(self, token: int) -> bool:
+        """Add a token if it belongs to the grammar, and return whether it does."""
+        return token != self._end and bool(self._matcher.try_consume_tokens([token]))
 
     @property
     def is_accepting(self) -> bool:

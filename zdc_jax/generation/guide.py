@@ -24,8 +24,7 @@ THREADS = 8
 class Guide:
     """Guide of one sequence: it reads the answer, and says which tokens may come next.
 
-    The tokens of each step must be known before those of the next are chosen, so a guided sequence takes one
-    step at a time.
+    A mask needs all tokens before it, so that a sequence with masks takes one step at a time.
 
     Args:
       words: token ids of words that must not be completed, each at least two.
@@ -69,17 +68,38 @@ class Guide:
         return self._matcher is not None and self._failure is None and self._matcher.is_complete
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Add new tokens of the answer.
+        """Add new tokens of the answer, chosen with masks.
 
         Raises:
-          PromptError: no token was allowed for the newest one.
+          PromptError: no token was allowed for the newest one, or the grammar refuses one.
+        """
+        for token in tokens:
+            if not self.try_accept(token):
+                raise PromptError(f"the grammar refuses the token {token}")
+
+    def try_accept(self, token: int) -> bool:
+        """Add a new token of the answer if the grammar allows it, and return whether it does.
+
+        Raises:
+          PromptError: no token was allowed for this one.
         """
         if self._failure is not None:
             raise PromptError(self._failure)
-        self._answer += tokens
-        if self._matcher is not None:
-            ends = tokens and tokens[-1] in self._stop_ids and self._matcher.is_accepting
-            self._matcher.accept(tokens[:-1] if ends else tokens)
+        if self._matcher is None:
+            allowed = True
+        elif token in self._stop_ids:
+            allowed = self._may_stop
+        else:
+            allowed = self._matcher.accept(token)
+        if allowed:
+            self._answer.append(token)
+        return allowed
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop token may come next by the grammar."""
+        assert self._matcher is not None
+        return self._matcher.is_accepting and len(self._answer) >= self._min_tokens
 
     def mask(self) -> Int[np.ndarray, " W"]:
         """Return a bit for each token, 1 for those that may come next (`Shaping.mask`).
@@ -92,7 +112,7 @@ class Guide:
             own, error = self._matcher.mask()
             for token in self._stop_ids:
                 clear_bit(own, token)
-            if self._matcher.is_accepting and len(self._answer) >= self._min_tokens:
+            if self._may_stop:
                 set_bits(own, self._stop_ids)
             mask &= own[: len(mask)]
             self._failure = f"the grammar cannot continue: {error}" if error else None

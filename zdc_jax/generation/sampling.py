@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -106,6 +106,17 @@ class Sampling:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         restricted = self.allowed_token_ids is not None or self.grammar is not None
         return bool(penalties != (0, 0, 1) or self.logit_bias or self.bad_words or restricted)
+
+    @property
+    def can_choose_before_mask(self) -> bool:
+        """Whether a token that was chosen without the grammar's mask is right if the grammar allows it.
+
+        A draw adds noise to the logit of each token, which no mask changes. But without a mask, `top_k`,
+        `top_p` and `min_p` would leave other tokens.
+        """
+        is_plain = self.top_k is None and self.top_p in (None, 1) and self.min_p == 0
+        has_other_changes = replace(self, grammar=None).is_shaped
+        return self.grammar is not None and not has_other_changes and (is_plain or self.temperature == 0)
 
 
 def _sorted_biases(biases: Any) -> tuple[tuple[int, float], ...]:
