@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -53,12 +54,14 @@ def compile_all(programs: dict[str, Program]) -> dict[str, Compiled]:
     slow = "" if jax.default_backend() == "gpu" else "; without a GPU this takes minutes"
     if missing:
         logger.info("compiling %d programs%s", len(missing), slow)
+    is_stored = any(files[name] for name in missing)
     try:
-        futures = {name: threads.submit(compile_one, name) for name in missing}
-        together, short = _gather(futures)
-        compiled |= together
-        for name in short:
-            compiled[name] = compile_one(name)
+        with stored_programs.compile_anew() if is_stored else nullcontext():
+            futures = {name: threads.submit(compile_one, name) for name in missing}
+            together, short = _gather(futures)
+            compiled |= together
+            for name in short:
+                compiled[name] = compile_one(name)
     except jax.errors.JaxRuntimeError as error:
         if not _is_out_of_memory(error):
             raise

@@ -10,12 +10,15 @@ import hashlib
 import io
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
 import kernels_pallas
@@ -53,6 +56,22 @@ def find_file(program: Program) -> Path | None:
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
         return None
     return folder / hashlib.sha256(b"".join(names)).hexdigest()
+
+
+@contextmanager
+def compile_anew() -> Iterator[None]:
+    """Keep JAX's own cache from finding programs in this context.
+
+    What it finds cannot always be stored: on a CPU it lacks its functions, and fails when it runs.
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks only once whether the cache is on.
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def load(file: Path | None, program: Program) -> Compiled | None:
