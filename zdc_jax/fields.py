@@ -14,8 +14,8 @@ _DESCRIPTIONS = {
 }
 
 
-def check_fields(instance: Any) -> None:
-    """Raise `ValueError` for the first field whose value does not match its annotation.
+def check_fields(instance: Any, error: type[Exception] = ValueError) -> None:
+    """Raise an error of this class for the first field whose value does not match its annotation.
 
     Integers must fit int32. Floats must be finite; integers are accepted as floats. Strings annotated as a
     `Literal` must be one of its choices.
@@ -24,7 +24,7 @@ def check_fields(instance: Any) -> None:
     for field in fields(instance):
         value = getattr(instance, field.name)
         if not _fits(value, kinds[field.name]):
-            raise ValueError(f"{field.name}={value!r:.80} must be {_describe(kinds[field.name])}")
+            raise error(f"{field.name}={value!r:.80} must be {_describe(kinds[field.name])}")
 
 
 def check_names(kind: Any, value: Any, what: str) -> None:

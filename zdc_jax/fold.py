@@ -11,7 +11,7 @@ has one of three placements:
 The basis of v and o is always multiplied into W_V and W_O.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -34,17 +34,9 @@ _FOLDED = frozenset({"q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias",
 """Attention weights that `fold_attention` can fold."""
 
 
-def prepared_layers(
-    layers: Iterator[Any],
-    config: ModelConfig,
-    plan: CompressionPlan,
-    basis: Basis | None,
-    dtype: jnp.dtype,
-    payload: Payload = "native",
-) -> Iterator[dict[str, Any]]:
-    """Yield the result of `prepared_layer` for each layer."""
-    for index, layer in enumerate(layers):
-        yield prepared_layer(index, layer, config, plan, basis, dtype, payload)
+def prepared_layers(layers: Iterable[Any], *options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the result of `prepared_layer` with these options for each layer."""
+    return (prepared_layer(index, layer, *options) for index, layer in enumerate(layers))
 
 
 def prepared_layer(

@@ -44,10 +44,7 @@ class MethodSettings:
         return (), ()
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        check_fields(self, PlanError)
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,8 @@ class SimulatedStore(NearFar):
     @classmethod
     def of(cls, spec: CodedStore) -> "SimulatedStore":
         """Return the simulation of a store."""
-        return cls(
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            R=spec.head_dim,
-            Z=spec.head_dim,
-            sinks=spec.sinks,
-            window=spec.window,
-            near_code=spec.near_code,
-        )
+        near: dict[str, Any] = {"sinks": spec.sinks, "window": spec.window, "near_code": spec.near_code}
+        return cls(**spec.shape, R=spec.head_dim, Z=spec.head_dim, **near)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
@@ -90,22 +82,13 @@ class SimulatedStore(NearFar):
         return q, k, SimulatedValues(v, far_k, far_v, jnp.full(positions.shape, parts.max() == 0))
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        shape = batch, self.num_kv_heads, slots_for(capacity), self.head_dim
-        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
-
-    def capacity(self, far: tuple[Array, Array]) -> int:
-        return far[0].shape[2]
+        return super().create_far(batch, slots_for(capacity))
 
     def write_far(
         self, state: NearFarState, k: NewKeys, v: Any, positions: Array, end: Array
     ) -> tuple[Any, Any]:
         put = partial(put_tokens, positions=positions, end=end)
         return put(state.far[0], v.far_k), put(state.far[1], v.far_v)
-
-    def attend_far(
-        self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
-    ) -> tuple[Array, Array]:
-        return self.attend_rows(q, *far, positions, call)
 
     def write(self, state: NearFarState, k: NewKeys, v: Any, positions: Array, end: Array) -> NearFarState:
         far = self.write_far(state, k, v, positions, end)

@@ -11,6 +11,7 @@ import pytest
 from kernels_pallas import dequantise, encode, put_near, round_tokens
 from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
+from zdc_jax.cache.specs import coded_store
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import Call
 from zdc_jax.ops import cache_attention, new_tokens
@@ -62,8 +63,8 @@ def kernels(monkeypatch):
     """Run the kernels of prompts in the interpreter, and attention in its stand-in."""
     for module in (cache_attention, new_tokens):
         monkeypatch.setattr(module, "device_refusal", lambda _: None)
-    monkeypatch.setattr(cache_attention, "dequantise", partial(dequantise, interpret=True))
-    monkeypatch.setattr(cache_attention, "prefill_attention", attend)
+    monkeypatch.setattr(coded_store, "dequantise", partial(dequantise, interpret=True))
+    monkeypatch.setattr(coded_store, "prefill_attention", attend)
     for kernel in (encode, put_near, round_tokens):
         monkeypatch.setattr(new_tokens, kernel.__name__, partial(kernel, interpret=True))
 
@@ -85,9 +86,7 @@ def read(spec, implementation, last=False):
 @pytest.mark.matrix
 def test_kernels_read_prompts_as_xla_does(kernels, monkeypatch, sinks):
     spec, joined = replace(SPEC, sinks=sinks), []
-    monkeypatch.setattr(
-        cache_attention, "prefill_attention", lambda *a, **b: joined.append(1) or attend(*a, **b)
-    )
+    monkeypatch.setattr(coded_store, "prefill_attention", lambda *a, **b: joined.append(1) or attend(*a, **b))
     found, state = read(spec, None)
     assert len(joined) == len(PIECES)
     wanted, other = read(spec, "xla")

@@ -15,7 +15,7 @@ from zdc_jax import methods
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.paging.pages import Pages
-from zdc_jax.cache.specs import near_far, prefix_ring
+from zdc_jax.cache.specs import coded_store, near_far, prefix_ring
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
@@ -183,7 +183,7 @@ def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window, block_s
 def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
     for module in (cache_attention, new_tokens):
         monkeypatch.setattr(module, "device_refusal", lambda q: None)
-    monkeypatch.setattr(cache_attention, "dequantise", partial(dequantise, interpret=True))
+    monkeypatch.setattr(coded_store, "dequantise", partial(dequantise, interpret=True))
     monkeypatch.setattr(cache_attention, "prefill_attention", far_prefill)
     spec, rng = SPECS["coded"], np.random.default_rng(seen)
     places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)

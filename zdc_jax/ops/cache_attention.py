@@ -19,10 +19,8 @@ from kernels_pallas import (
     CodedPass,
     Parts,
     Plane,
-    Trailing,
     coded_parts,
     coded_refusal,
-    dequantise,
     dequantise_refusal,
     device_refusal,
     index_scores,
@@ -144,43 +142,6 @@ def stored_attention(
     return xla_attention(q, k, v, positions, scale=scale, near=None, block_scores=block_scores, **near)
 
 
-def near_far_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    near: Trailing,
-    positions: Int[Array, "B T"],
-    *,
-    scale: float,
-    window: int,
-    end: Int[Array, " B"] | None = None,
-    block_scores: Float[Array, "B T N blocks"] | None = None,
-    needed_from: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Attend to sinks and far keys, and to the window's near keys, with one kernel.
-
-    Args:
-      k: far keys, with the near ones of sinks in their places.
-      v: values, like `k`.
-      near: near keys and values with all coordinates, by position.
-      q, positions, scale, window, end, block_scores, needed_from: as for `stored_attention`. Check
-        `stored_attention_refusal` first. The window must be 1 to `NEAR_WINDOW`.
-    """
-    return prefill_attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        starts=positions[:, 0],
-        lengths=end,
-        needed_from=needed_from,
-        window=window,
-        keys="far",
-        near=near._replace(sink_k=None, sink_v=None),
-        block_scores=block_scores,
-    )
-
-
 def stored_attention_refusal(
     q: Float[Array, "B T N R"],
     k: Float[Array, "B K S R"] | jax.ShapeDtypeStruct,
@@ -238,26 +199,6 @@ def can_dequantize_far(
     return takes_kernels("dequantising", None, refusal)
 
 
-def dequantize_far(
-    planes: Sequence[Sequence[Plane]],
-    positions: Int[Array, "B T"],
-    *,
-    window: int,
-    dtype: DTypeLike,
-    table: Int[Array, "B pages"] | None = None,
-    sinks: int = 0,
-    sink_values: Sequence[Float[Array, "B K P _"]] = (),
-) -> list[Float[Array, "B K S _"]]:
-    """Dequantize the far keys and values that queries at `positions` see, with one kernel.
-
-    Slots after the far tokens have arbitrary values, which XLA attention would not tolerate: check
-    `can_dequantize_far` first. `positions` must be consecutive in each sequence. With `sinks`, their near
-    keys and values, which `sink_values` has, take the places of the dequantized ones.
-    """
-    ends = positions[:, -1] + 1 - window
-    return dequantise(planes, ends, dtype=dtype, block_table=table, sinks=sinks, sink_values=sink_values)
-
-
 def coded_decode_refusal(
     q: Float[Array, "B T N R"],
     planes: Sequence[Plane],
@@ -268,7 +209,7 @@ def coded_decode_refusal(
 ) -> str | None:
     """Return why the kernel cannot run `far_pass`, or None; `planes` are empty if a code is not supported.
 
-    With a `ring` of sinks and window, it is `ring_pass`.
+    With a `ring` of sinks and window, it is the pass of `CodedRing.decode_stored`.
     """
     if not planes:
         return NOT_INTEGERS
@@ -305,7 +246,7 @@ def far_pass(
         so.
     """
     *keys, values = planes
-    queries = _or_plain(arranged, q, block_scores)
+    queries = or_plain(arranged, q, block_scores)
     return CodedPass(
         queries.q,
         keys,
@@ -335,39 +276,7 @@ def attend_passes(
     return o.reshape(-1, T, N, o.shape[-1]), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
-def ring_pass(
-    q: Float[Array, "B 1 N H"],
-    planes: Sequence[Plane],
-    positions: Int[Array, "B 1"],
-    *,
-    sinks: int,
-    window: int,
-    first: Int[Array, ""] | None = None,
-    block_scores: Float[Array, "B 1 N blocks"] | None = None,
-    arranged: ArrangedQueries | None = None,
-) -> CodedPass:
-    """Return the kernel's pass from one query per sequence over its quantized near tokens, with its own.
-
-    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`), for these sequences and
-    maybe more. `first` is the index of the first sequence, default 0. `block_scores` and `arranged` are those
-    of `far_pass`.
-    """
-    keys, values = planes
-    B = len(positions)
-    queries = _or_plain(arranged, q, block_scores)
-    return CodedPass(
-        queries.q,
-        [keys],
-        values,
-        jnp.zeros(B, jnp.int32),
-        positions[:, 0] + 1,
-        block_table=table_of_rings(planes, B, first),
-        gains=queries.gains,
-        ring=(sinks, window),
-    )
-
-
-def _or_plain(arranged: ArrangedQueries | None, q: Array, block_scores: Array | None) -> ArrangedQueries:
+def or_plain(arranged: ArrangedQueries | None, q: Array, block_scores: Array | None) -> ArrangedQueries:
     """Return queries as other kernels arranged them, or each query by itself."""
     return arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
 
@@ -414,7 +323,6 @@ def choose_by_index(
     sinks: int,
     window: int,
     table: Int[Array, "B pages"] | None = None,
-    block_scores: Float[Array, "B T N blocks"] | None = None,
 ) -> Int[Array, "B T K {count}"]:
     """Select the far slots of highest probability under the index, for each query, with the kernels.
 

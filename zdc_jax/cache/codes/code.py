@@ -116,6 +116,13 @@ def packing_refusal(C: int) -> str | None:
     return None if C % 8 == 0 else f"rank {C} must be a multiple of 8, because levels are packed into bytes"
 
 
+class PackedCode(Code):
+    """Code whose levels fill whole bytes."""
+
+    def refusal(self, C: int) -> str | None:
+        return packing_refusal(C)
+
+
 @dataclass(frozen=True)
 class Split(Code):
     """Code for the first `index` coordinates and another code for the rest. Coded: a pair of their arrays."""

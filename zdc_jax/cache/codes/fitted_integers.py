@@ -11,13 +11,13 @@ from kernels_pallas import Plane
 from kernels_pallas.quantized.encode import SMALLEST, reaches_tried
 from kernels_pallas.quantized.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes.code import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.code import Code, Coded, CodedParts, PackedCode, Split, pack, unpack
 from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.ops.new_tokens import encode_with_kernel
 
 
 @dataclass(frozen=True)
-class FittedIntegers(Code):
+class FittedIntegers(PackedCode):
     """Odd multiples of scale/2^bits, from -scale to scale, with the scale of least error for each token.
 
     The scale is the best of the candidates from `reaches_tried`. Coded: levels uint8 [*batch, 1, C·bits/8],
@@ -36,9 +36,6 @@ class FittedIntegers(Code):
     """
 
     bits: int
-
-    def refusal(self, C: int) -> str | None:
-        return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
         x, half = x.astype(jnp.float32), 2 ** (self.bits - 1)

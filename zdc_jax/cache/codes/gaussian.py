@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Coded, PackedCode, pack, unpack
 
 LLOYD_STEPS = 500
 """Lloyd iterations. Levels of up to 4 bits converge by then; those of 8 bits start close to the optimum."""
 
 
 @dataclass(frozen=True)
-class Gaussian(Code):
+class Gaussian(PackedCode):
     """Coordinates in the 2^bits optimal levels for a Gaussian, times the root mean square of the token.
 
     Coded: levels uint8 [*batch, 1, C·bits/8]; root mean square [*batch, 1, 1] in `SCALE_DTYPE`. Zeros decode
@@ -24,9 +24,6 @@ class Gaussian(Code):
     """
 
     bits: int
-
-    def refusal(self, C: int) -> str | None:
-        return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
         x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny

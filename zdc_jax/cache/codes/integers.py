@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes.code import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes.code import SCALE_DTYPE, Coded, PackedCode, pack, unpack
 
 
 @dataclass(frozen=True)
-class ChannelIntegers(Code):
+class ChannelIntegers(PackedCode):
     """Integers 0 … 2^bits - 1 with a scale and zero point per channel of `group` tokens: KIVI's keys.
 
     Coded: levels uint8 [*batch, group, C·bits/8]; scale and zero point [*batch, 1, C].
@@ -24,9 +24,6 @@ class ChannelIntegers(Code):
     def block(self) -> int:
         return self.group
 
-    def refusal(self, C: int) -> str | None:
-        return packing_refusal(C)
-
     def encode(self, x: Array) -> Coded:
         levels, scale, zero = quantise(x.astype(jnp.float32), self.bits, axis=-2)
         return pack(levels, self.bits), scale, zero
@@ -37,7 +34,7 @@ class ChannelIntegers(Code):
 
 
 @dataclass(frozen=True)
-class TokenIntegers(Code):
+class TokenIntegers(PackedCode):
     """Integers 0 … 2^bits - 1 with a scale and zero point per token and group of channels: KIVI's values.
 
     A group has as many channels as the largest divisor of C that is at most `group`. Coded: levels uint8
@@ -46,9 +43,6 @@ class TokenIntegers(Code):
 
     bits: int
     group: int
-
-    def refusal(self, C: int) -> str | None:
-        return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
         C = x.shape[-1]

@@ -52,14 +52,7 @@ class Paged(LayerCacheSpec):
     @classmethod
     def of(cls, spec: LayerCacheSpec, *, page: int, pages: int) -> "Paged":
         """Return `spec` with its tokens in pages."""
-        return cls(
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            spec=spec,
-            page=page,
-            pages=pages,
-        )
+        return cls(**spec.shape, spec=spec, page=page, pages=pages)
 
     def pooled(self, state: State) -> list[bool]:
         """Return, for each leaf, whether it is a page pool."""

@@ -107,6 +107,13 @@ class Pages:
         return local, jnp.where(written, jnp.take_along_axis(self.table, local, axis=1), outside).ravel()
 
 
+def count_slots(tree: Any) -> int:
+    """Return the slots of a tree whose leaves are arrays [B, K, S, …] or `Pages` of them."""
+    first = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Pages))[0]
+    slots: int = first.slots if isinstance(first, Pages) else first.shape[2]
+    return slots
+
+
 def pools_of(state: Any) -> tuple[Any, Array | None]:
     """Return a tree with each `Pages` replaced by its pool, and the page table, or None without pages."""
 

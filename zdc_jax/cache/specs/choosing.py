@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
@@ -88,11 +88,7 @@ class Choosing(NearFar):
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """Read the keys [B, K, n, R] and values [B, K, n, Z] in these slots, and no others."""
-
-        def take(x: Array) -> Array:
-            return jnp.take_along_axis(x, slots[..., None], axis=2)
-
-        return take(far.k), take(far.v)
+        return take_slots(far.k, slots), take_slots(far.v, slots)
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """Return keys and values of the whole store."""
@@ -165,10 +161,6 @@ class Choosing(NearFar):
         """Return the log-sum-exp of each query head's scores."""
         return logsumexp(scores, axis=-1, keepdims=True)
 
-    def capacity(self, far: FarTokens) -> int:
-        """Return the slots of the store."""
-        return jax.tree.leaves(far.v)[0].shape[2]
-
     @property
     def queries_apart(self) -> bool:
         return True
@@ -221,6 +213,11 @@ class Choosing(NearFar):
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
+
+
+def take_slots(x: Shaped[Array, "B K S C"], slots: Int[Array, "B K n"]) -> Shaped[Array, "B K n C"]:
+    """Return what is in these slots of each head."""
+    return jnp.take_along_axis(x, slots[..., None], axis=2)
 
 
 def scores_of(call: Call) -> list[Array]:

@@ -32,7 +32,7 @@ from zdc_jax.cache.codes.code import (
 )
 from zdc_jax.cache.codes.fitted_integers import kernel_planes
 from zdc_jax.cache.paging.pages import Pages, pools_of
-from zdc_jax.cache.specs.choosing import Choosing, FarTokens, scores_of, take_scores
+from zdc_jax.cache.specs.choosing import Choosing, FarTokens, scores_of, take_scores, take_slots
 from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens
@@ -157,7 +157,6 @@ class CodedChoosing(CodedFar, Choosing):
             sinks=self.sinks,
             window=self.window,
             table=table,
-            block_scores=call.block_scores,
         )
 
     def attend_pages(
@@ -240,16 +239,8 @@ class CodedChoosing(CodedFar, Choosing):
         B, T = q.shape[:2]
         return queries_at_once(B, self.num_kv_heads, self.capacity(far), T)
 
-    def capacity(self, far: FarTokens) -> int:
-        """Return the slots of the store, which may be in pages."""
-        first = jax.tree.leaves(far.v, is_leaf=lambda x: isinstance(x, Pages))[0]
-        return first.slots if isinstance(first, Pages) else first.shape[2]
-
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
-        def take(x: Array) -> Array:
-            return jnp.take_along_axis(x, slots[..., None], axis=2)
-
-        return self.all_rows(jax.tree.map(take, far))
+        return self.all_rows(jax.tree.map(partial(take_slots, slots=slots), far))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         def decode(code: Code, coded: Coded, width: int) -> Array:

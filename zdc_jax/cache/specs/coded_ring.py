@@ -19,7 +19,7 @@ from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
     attend_passes,
     coded_decode_refusal,
-    ring_pass,
+    or_plain,
     table_of_rings,
     takes_kernels,
 )
@@ -192,16 +192,19 @@ class CodedRing(PrefixRing):
         call: Call,
         arranged: ArrangedQueries | None = None,
     ) -> CodedPass:
-        planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
-        return ring_pass(
-            q,
-            planes,
-            positions,
-            sinks=sinks,
-            window=window,
-            first=call.first,
-            block_scores=call.block_scores,
-            arranged=arranged,
+        planes = self.kernel_rings(state)
+        assert planes is not None
+        keys, values = planes
+        queries, B = or_plain(arranged, q, call.block_scores), len(positions)
+        return CodedPass(
+            queries.q,
+            [keys],
+            values,
+            jnp.zeros(B, jnp.int32),
+            positions[:, 0] + 1,
+            block_table=table_of_rings(planes, B, call.first),
+            gains=queries.gains,
+            ring=state.near,
         )
 
     def attend_whole(

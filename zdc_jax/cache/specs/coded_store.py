@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import NEAR_WINDOW, CodedPass, Plane, Trailing
+from kernels_pallas import NEAR_WINDOW, CodedPass, Plane, Trailing, dequantise, prefill_attention
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
@@ -25,9 +25,7 @@ from zdc_jax.ops.cache_attention import (
     attend_passes,
     can_dequantize_far,
     coded_decode_refusal,
-    dequantize_far,
     far_pass,
-    near_far_attention,
     slots_for,
     takes_kernels,
 )
@@ -116,7 +114,9 @@ class CodedStore(CodedFar):
         if q.shape[1] > 1:
             if self._can_dequantize(pools, table, q, call):
                 planes = self._convert_planes(pools)
-                k, v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
+                # Later slots have arbitrary values, which the kernels of `attend_rows` do not read.
+                ends = positions[:, -1] + 1 - self.window
+                k, v = dequantise(planes, ends, dtype=self.dtype, block_table=table)
             else:
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
@@ -202,26 +202,26 @@ class CodedStore(CodedFar):
         pools, table = pools_of(far)
         planes = self._convert_planes(pools)
         of_sinks = [x.astype(self.dtype) for x in (trailing.sink_k, trailing.sink_v) if x is not None]
-        far_k, far_v = dequantize_far(
+        far_k, far_v = dequantise(
             planes,
-            positions,
-            window=self.window,
+            positions[:, -1] + 1 - self.window,
             dtype=self.dtype,
-            table=table,
+            block_table=table,
             sinks=self.sinks,
             sink_values=of_sinks,
         )
-        o, lse = near_far_attention(
+        o, lse = prefill_attention(
             q,
             far_k,
             far_v,
-            trailing,
-            positions,
             scale=call.scale,
-            window=self.window,
-            end=end,
-            block_scores=call.block_scores,
+            starts=positions[:, 0],
+            lengths=end,
             needed_from=call.needed_from,
+            window=self.window,
+            keys="far",
+            near=trailing._replace(sink_k=None, sink_v=None),
+            block_scores=call.block_scores,
         )
         return Attended(NearFarState(state.near, far), o, lse, None)
 
@@ -247,9 +247,7 @@ class CodedStore(CodedFar):
         return takes_kernels("coded decode", call.implementation, refusal)
 
     def capacity(self, far: tuple[Coded, Coded]) -> int:
-        first = jax.tree.leaves(far[1], is_leaf=lambda x: isinstance(x, Pages))[0]
-        slots = first.slots if isinstance(first, Pages) else first.shape[2]
-        return slots * self.value_code.block
+        return super().capacity(far) * self.value_code.block
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """Return all keys and values of the store, dequantized, slot = position."""

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, UInt8
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Coded, coded_shapes, encode_tokens
-from zdc_jax.cache.specs.choosing import FarTokens
+from zdc_jax.cache.specs.choosing import FarTokens, take_slots
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.spec import Call
@@ -126,11 +126,7 @@ class HostedChoosing(CodedChoosing):
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """Gather the tokens on the host and decode them on the device."""
-
-        def take(leaf: Array) -> Array:
-            return jnp.take_along_axis(leaf, slots[..., None], axis=2)
-
-        tokens = self._split(fetched(far.k, slots))
+        tokens, take = self._split(fetched(far.k, slots)), partial(take_slots, slots=slots)
         return super().all_rows(tokens._replace(index=jax.tree.map(take, far.index)))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:

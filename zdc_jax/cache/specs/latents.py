@@ -35,15 +35,6 @@ class Latents(NearFar):
         """Compute q, keys with their latents, and v."""
         return attention.project_latent(x, positions, implementation)
 
-    def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        def empty(width: int) -> Array:
-            return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
-
-        return empty(self.R), empty(self.Z)
-
-    def capacity(self, far: tuple[Array, Array]) -> int:
-        return far[0].shape[2]
-
     def write_far(
         self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
     ) -> tuple[Array, Array]:
@@ -56,14 +47,8 @@ class Latents(NearFar):
     def far_part(
         self, far: tuple[Array, Array], q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
-        """Compute `attend_far` with reconstructed keys."""
+        """Compute `attend_far` with reconstructed keys [B, K, S, H]."""
         assert k is not None
         assert k.latents is not None
         latents, values = far
         return *self.attend_far((k.latents.reconstruct(latents), values), q, positions, call), aux
-
-    def attend_far(
-        self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
-    ) -> tuple[Array, Array]:
-        """Compute attention to reconstructed keys [B, K, S, H] and to values."""
-        return self.attend_rows(q, *far, positions, call)

@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code
+from zdc_jax.cache.paging.pages import count_slots
 from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
@@ -63,15 +65,7 @@ class NearFar(LayerCacheSpec):
     @property
     def near(self) -> PrefixRing:
         """Spec of the ring."""
-        ring = PrefixRing(
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            R=0,
-            Z=0,
-            sinks=self.sinks,
-            window=self.window,
-        )
+        ring = PrefixRing(**self.shape, R=0, Z=0, sinks=self.sinks, window=self.window)
         return ring if self.near_code is None else CodedRing.of(ring, self.near_code)
 
     @property
@@ -79,9 +73,10 @@ class NearFar(LayerCacheSpec):
         """Whether the ring stores any token."""
         return bool(self.sinks or self.window)
 
-    @abstractmethod
     def create_far(self, batch: int, capacity: int) -> State:
-        """Create the arrays of an empty store, which read as finite numbers."""
+        """Create the arrays of an empty store; by default k [B, K, S, R] and v [B, K, S, Z]."""
+        rows = batch, self.num_kv_heads, capacity
+        return jnp.zeros((*rows, self.R), self.dtype), jnp.zeros((*rows, self.Z), self.dtype)
 
     @abstractmethod
     def write_far(
@@ -94,15 +89,17 @@ class NearFar(LayerCacheSpec):
     ) -> State:
         """Return the store with the new tokens; `state` is the cache without them."""
 
-    @abstractmethod
     def attend_far(
         self, far: State, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Compute attention to the far tokens and its log-sum-exp, -inf for a query without far tokens."""
+        k, v = far
+        return self.attend_rows(q, k, v, positions, call)
 
-    @abstractmethod
     def capacity(self, far: State) -> int:
         """Return the slots of a store, whose leaves may be in pages."""
+        _, values, *_ = far
+        return count_slots(values)
 
     def far_part(
         self, far: State, q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any

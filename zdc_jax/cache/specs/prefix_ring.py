@@ -27,7 +27,7 @@ from kernels_pallas import (
     rows_before,
 )
 from zdc_jax.axes import Array
-from zdc_jax.cache.paging.pages import Pages, pools_of
+from zdc_jax.cache.paging.pages import Pages, count_slots, pools_of
 from zdc_jax.cache.specs.spec import Attended, Call, Exchange, LayerCacheSpec, move_shift, put_rows
 from zdc_jax.ops.attention import (
     Implementation,
@@ -164,7 +164,7 @@ class PrefixRing(LayerCacheSpec):
 
     def capacity(self, state: PrefixRingState) -> int:
         """Return the positions that the cache can store; only with R > 0."""
-        return state.k.slots if isinstance(state.k, Pages) else state.k.shape[2]
+        return count_slots(state.k)
 
     def as_read(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
         """Return near keys or values as queries read them; unchanged here."""

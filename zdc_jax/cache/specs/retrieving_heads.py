@@ -34,10 +34,8 @@ class RetrievingHeads(NearFar):
             raise PlanError("window=0 must be at least 1 token, because other heads read no older tokens")
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        def empty(width: int) -> Array:
-            return jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
-
-        return empty(self.R), empty(self.Z)
+        rows = batch, len(self.heads), capacity
+        return jnp.zeros((*rows, self.R), self.dtype), jnp.zeros((*rows, self.Z), self.dtype)
 
     def write_far(
         self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
@@ -48,9 +46,6 @@ class RetrievingHeads(NearFar):
             return put_rows(buffer, x[:, :, heads, : buffer.shape[-1]], start, kept)
 
         return put(state.far[0], k.keys), put(state.far[1], v)
-
-    def capacity(self, far: tuple[Array, Array]) -> int:
-        return far[0].shape[2]
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call

@@ -151,6 +151,11 @@ class LayerCacheSpec(ABC):
     exchange: ClassVar[Exchange | None] = None
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """The fields that all specs have, for a spec of other storage."""
+        return {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
+
+    @property
     def alignment(self) -> int:
         """Multiple at which chunks of more than one token must begin; elsewhere their results are NaN."""
         return 1

@@ -15,7 +15,7 @@ from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import MOST
-from zdc_jax.methods import check_range, layer_shape
+from zdc_jax.methods import check_calibrated, check_range, layer_shape
 from zdc_jax.methods.token_classes.cache import ClassBlocks, ClassLeader, ClassMember
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
@@ -54,11 +54,7 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    if not plan.rotated:
-        raise PlanError(
-            "rotated=False: method 'token_classes' needs a calibrated basis; "
-            "run `zdc calibrate MODEL` and use a plan with rotated=True"
-        )
+    check_calibrated(plan, "token_classes")
     settings = plan.settings
     assert isinstance(settings, Settings)
     groups = -(-len(plan.layers) // settings.group)
