@@ -55,6 +55,8 @@ REPLIES = [
     (HERMES, f"{MARKED}\n<tool_call>", "", [ADD]),
     (HERMES, f'{MARKED}\n<tool_call>\n{{"na', "", [ADD]),
     (MISTRAL, f"[TOOL_CALLS]add{ARGUMENTS}[TOOL_CALLS]su", "", [ADD]),
+    (HERMES, MARKED[:-5], "", [ADD]),
+    (HERMES, MARKED[: -len("/tool_call>")], "", [ADD]),
     (HERMES, f"{MARKED}\n<tool_call>no", "\n<tool_call>no", [ADD]),
     # Calls in other shapes
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),

@@ -146,6 +146,12 @@ def test_only_draws_that_no_mask_changes_go_without_it(options, expected):
     assert not Sampling(**options).can_choose_before_mask
 
 
+def test_a_request_without_a_first_token_is_refused(engine, model):
+    sampling = Sampling(grammar=Grammar.regex("[a-c]{2}"), allowed_token_ids=spell(model, "x"))
+    with pytest.raises(PromptError, match="leave no token of allowed_token_ids that may come next"):
+        engine.submit(EngineRequest((5, 6), 4, sampling), Listener())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_those_with_masks(engine, model, temperature):
     # A mask forbids some of what a random model chooses, all of it, or nothing.

@@ -142,7 +142,7 @@ def test_fields_that_are_not_implemented(body):
         (
             {"messages": [{"role": "user", "content": None}]},
             "messages[0].content",
-            "messages[0].content=null must be a valid string or a valid array",
+            'messages[0].content=null is required in messages of role "user"',
         ),
         (
             {"messages": [{"role": "user", "content": "a", "tool_call_id": "7"}]},
@@ -165,6 +165,12 @@ def test_fields_that_are_not_implemented(body):
             {"stream_options": {"continuous_usage_stats": True}},
             "stream_options.continuous_usage_stats",
             "stream_options.continuous_usage_stats=true is not supported; leave it out or send false",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "a", "json": {}}},
+            "structured_outputs.regex",
+            "structured_outputs.json and structured_outputs.regex: only one grammar is allowed; leave one "
+            "out",
         ),
         ({"prompt": [5, "a"]}, "prompt[1]", 'prompt[1]="a" must be a valid integer'),
         ({"prompt": ["a", [5, 0.5]]}, "prompt[1][1]", "prompt[1][1]=0.5 must be a valid integer"),
@@ -242,3 +248,16 @@ def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, b
 def test_bodies_that_are_not_json(client, body):
     assert "the body is not valid JSON: " in error(client.post(COMPLETIONS, content=body), 400)["message"]
     assert error(client.post(COMPLETIONS, content=b"[1]"), 400)["message"] == "the body must be a JSON object"
+
+
+def test_numbers_in_schemas_must_be_finite(client):
+    tool = '{"type": "function", "function": {"name": "f", "parameters": {"maximum": 1e999}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": [{tool}]}}'
+    described = error(client.post(CHATS, content=body), 400)
+    assert described["param"] == "tools[0].function.parameters"
+    assert described["message"].endswith("must have finite numbers only")
+
+
+def test_compressed_bodies_are_refused(client):
+    described = error(client.post(CHATS, content=b"abc", headers={"Content-Encoding": "gzip"}), 415)
+    assert described["message"] == "Content-Encoding: gzip is not supported; send plain JSON"

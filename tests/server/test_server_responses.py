@@ -153,6 +153,12 @@ def test_a_failure_in_a_stream():
             "reasoning.effort",
             'reasoning.effort="low": the chat template of this model does not read it',
         ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}},
+            "text.format",
+            'text.format: json=\'{"type": "foo"}\' cannot be used',
+        ),
+        ({"input": "a" * 2000}, "input", "reduce the length of the input."),
         ({"tool_choice": "required"}, "tool_choice", "the names in tools: none"),
         (
             {"tools": [{"type": "web_search"}]},

@@ -148,6 +148,30 @@ def test_a_grammar_binds_a_reply_that_must_be_a_call(choice, names):
     assert (r"</tool_call>" in source) == bool(names)
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_reply_in_json_may_be_a_call_unless_none_is_allowed(choice):
+    engine = tool_engine(HERMES_REPLY, HERMES)
+    ask(engine, tool_choice=choice, response_format={"type": "json_object"})
+    source = engine.submitted[0].sampling.grammar.source
+    assert ("<tool_call>" in source) == (choice == "auto")
+    assert '"type": "object"' in source
+
+
+def test_a_tool_without_parameters_gets_no_arguments():
+    engine = tool_engine(HERMES_REPLY, HERMES)
+    ask(engine, tools=[NOW], tool_choice="required")
+    assert '"0": {"type": "object", "properties": {}, "additionalProperties": false}' in (
+        engine.submitted[0].sampling.grammar.source
+    )
+
+
+def test_what_clients_add_to_a_message_may_be_sent_back():
+    call = {"id": "a", "type": "function"}
+    call["function"] = {"name": "add", "arguments": '{"a": 3}', "parsed_arguments": {"a": 3}}
+    reply = {"role": "assistant", "content": "{}", "parsed": {}, "tool_calls": [call]}
+    assert ask(tool_engine("No.", HERMES), messages=[*QUESTION, reply, *QUESTION]).choices
+
+
 def test_a_schema_binds_chats_and_responses():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     engine = tool_engine('{"a": 1}', HERMES)

@@ -13,6 +13,7 @@ from zdc_jax.conversation.tools.formats import HERMES, LLAMA3, MISTRAL
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.guide import Guide
 from zdc_jax.server.tool_grammar import tool_call_grammar
+from zdc_jax.server.tools import NO_PARAMETERS
 
 MODEL = SimpleNamespace(tokenizer=ascii_tokenizer(), config=LLAMA)
 STOP = 57
@@ -29,7 +30,7 @@ LOOK |= {"$defs": {"direction": {"enum": ["sky"]}}}
 TOOLS = [
     {"type": "function", "function": {"name": "move", "parameters": MOVE}},
     {"type": "function", "function": {"name": "look", "parameters": LOOK}},
-    {"type": "function", "function": {"name": "wait"}},
+    {"type": "function", "function": {"name": "wait", "parameters": NO_PARAMETERS}},
 ]
 
 
@@ -78,6 +79,17 @@ def test_a_named_tool_and_another_format():
     assert all(json.loads(text) == [call] for text in texts)
     grammar = tool_call_grammar(TOOLS[1:2], LLAMA3, MODEL.tokenizer, parallel=False)
     assert json.loads(walk(grammar, 0)) == {"name": "look", "parameters": {"at": "sky"}}
+
+
+def test_an_answer_may_be_json_or_calls():
+    answer = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
+    grammar = tool_call_grammar(TOOLS, HERMES, MODEL.tokenizer, answer=answer)
+    found = [walk(grammar, seed) for seed in range(30)]
+    marked = [text for text in found if text.startswith("<tool_call>")]
+    assert all(fits(call) for text in marked for call in calls(text))
+    others = [json.loads(text) for text in found if text not in marked]
+    assert {answer["a"] for answer in others} == {1, 2}
+    assert marked
 
 
 def test_marks_may_be_tokens_of_text():

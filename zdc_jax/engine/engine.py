@@ -69,10 +69,7 @@ class EngineConfig:
     reuse: bool = True
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise PromptError(str(error)) from error
+        check_fields(self, PromptError)
         for name in ("max_sequences", "cache_tokens", "page", "decode_steps", "max_waiting"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PromptError(f"{name}={value} must be at least 1")
@@ -431,8 +428,7 @@ class Engine:
         """Build the runner's inputs for a chunk, and update statistics."""
         work, job = chunk.work, self._jobs[chunk.work]
         assert work.row is not None
-        job.note_start()
-        if chunk.begin == work.cached:
+        if job.note_start():
             length = len(work.text)
             self._count(prompt_tokens=length, prefix_queries=length, prefix_hits=work.cached)
         tokens, following = work.text[chunk.begin : chunk.end], work.text[chunk.end :][:1] or (0,)

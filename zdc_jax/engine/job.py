@@ -54,7 +54,8 @@ class Job:
       cached: prompt tokens found in shared pages when prefill started; 0 before.
 
     Raises:
-      PromptError: the request's `generated` tokens end the answer or cannot be decoded.
+      PromptError: no token may come first, or the request's `generated` tokens end the answer or cannot be
+        decoded.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Job:
             can_go_back and request.sampling.can_choose_before_mask and not self.work.skips_cache
         )
         self.must_go_back = False
+        if self.guide is not None and (request.sampling.allowed_token_ids or request.sampling.bad_words):
+            self.guide.check()
         self._accepted = self._refusals = self._masked_until = 0
         self._refused: PromptError | None = None
         self._resume(request.generated)
@@ -134,10 +137,12 @@ class Job:
             return None
         return self.guide
 
-    def note_start(self) -> None:
-        """Note that prefill starts; only the first time counts, and not that after a preemption."""
-        if not self.queued:
-            self.queued, self.cached = time.monotonic() - self.arrival_time, self.work.cached
+    def note_start(self) -> bool:
+        """Note that prefill has started, and return whether it had not; after a preemption it had."""
+        if self.queued:
+            return False
+        self.queued, self.cached = time.monotonic() - self.arrival_time, self.work.cached
+        return True
 
     def first_shaping(self) -> SequenceShaping | None:
         """Return the changes of logits after the prompt and the answer so far."""

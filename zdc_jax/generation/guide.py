@@ -95,6 +95,12 @@ class Guide:
             self._answer.append(token)
         return allowed
 
+    def check(self) -> None:
+        """Raise `PromptError` if no token may come next."""
+        self.mask()
+        if self._failure is not None:
+            raise PromptError(self._failure)
+
     @property
     def _may_stop(self) -> bool:
         """Whether a stop token may come next by the grammar."""

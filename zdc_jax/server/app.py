@@ -190,6 +190,8 @@ class Api:
 
     async def _read[AnyBody: Body](self, kind: type[AnyBody], http: Request) -> AnyBody:
         """Read the body of a request; raise `RequestError` if it is too large or a field is wrong."""
+        if (encoding := http.headers.get("content-encoding", "identity")) != "identity":
+            raise RequestError(f"Content-Encoding: {encoding} is not supported; send plain JSON", status=415)
         data = bytearray()
         async for part in http.stream():
             data += part

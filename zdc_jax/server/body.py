@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from zdc_jax.server.errors import RequestError
@@ -20,6 +20,19 @@ CODES = {
     "refused": "unsupported_parameter",
 }
 """OpenAI's codes of pydantic's kinds of errors."""
+
+
+def _require_finite(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object; raise `ValueError` if one of its numbers is infinite or NaN."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("must have finite numbers only") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_require_finite)]
+"""JSON object with any content, which other programs may read."""
 
 
 class Body(BaseModel):

@@ -75,5 +75,7 @@ IGNORED_IN_COMPLETIONS = IGNORED | {"parallel_tool_calls"}
 IGNORED_IN_RESPONSES = IGNORED | {"access_programs", "background_options", "prompt_cache_options"}
 IGNORED_IN_STREAMS = frozenset({"include_obfuscation"})
 """Stream options without effect on the answer."""
-IGNORED_IN_MESSAGES = frozenset({"annotations", "cache_control", "provider_specific_fields", "refusal"})
-"""Fields of messages and of their parts that chat templates do not read."""
+IGNORED_IN_MESSAGES = frozenset(
+    {"annotations", "cache_control", "parsed", "parsed_arguments", "provider_specific_fields", "refusal"}
+)
+"""Fields of messages and of their parts that chat templates do not read; clients add some to replies."""

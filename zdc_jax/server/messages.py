@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import model_validator
 
 from zdc_jax.conversation.template import Message
-from zdc_jax.server.body import Body, make_refusal
+from zdc_jax.server.body import Body, JsonObject, make_refusal
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
 
 
@@ -49,8 +49,10 @@ class FunctionCall(Body):
       arguments: arguments as JSON text, or as an object.
     """
 
+    ignored: ClassVar = IGNORED_IN_MESSAGES
+
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | JsonObject = ""
 
     def to_template(self) -> dict[str, Any]:
         """Convert to the format of templates, which expect an object of arguments.
@@ -109,7 +111,7 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _check_role(self) -> Self:
         if self.content is None and self.role not in ("assistant", "tool"):
-            raise make_refusal("content", "must be a valid string or a valid array")
+            raise make_refusal("content", f'is required in messages of role "{self.role}"')
         if self.tool_calls and self.role != "assistant":
             raise make_refusal("tool_calls", 'is for messages of role "assistant" only')
         if self.tool_call_id is not None and self.role != "tool":

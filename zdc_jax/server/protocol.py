@@ -23,7 +23,7 @@ from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
 from zdc_jax.generation.shaping import check_in_vocabulary, token_biases
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, ModelRequest, show
+from zdc_jax.server.body import Body, JsonObject, ModelRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 from zdc_jax.server.fields import (
     IGNORED,
@@ -333,7 +333,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     add_special_tokens: bool = False
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -385,19 +385,24 @@ class ChatRequest(GenerationRequest):
         return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
 
     def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
-        """Return the grammar of calls if the reply must be one, else the grammar of a field."""
+        """Return the grammar of the reply: that of a field, of calls, or of either.
+
+        A reply in JSON may also be calls of tools, unless they are chosen by `tool_choice`.
+        """
         field, grammar = super().choose_grammar(model)
-        if not self._must_call:
+        answer = grammar.source if grammar is not None and grammar.kind == "json" else None
+        if not self._must_call and not (answer and self.offered_tools):
             return field, grammar
-        if grammar is not None:
+        if self._must_call and grammar is not None:
             message = f"{field} and tool_choice={show(self.tool_choice)}: both bind the reply; leave one out"
             raise RequestError(message, param="tool_choice")
         template, tokenizer = get_template_and_tokenizer(model)
         tools = [tool.to_template() for tool in self._callable_tools]
-        parallel = self.parallel_tool_calls and self.tool_choice == "required"
+        parallel = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
         with report_errors_of(prefix="tools: "):
-            calls = tool_call_grammar(tools, require_format(template), tokenizer, parallel=parallel)
-        return "tools", calls
+            format = require_format(template)
+            calls = tool_call_grammar(tools, format, tokenizer, parallel=parallel, answer=answer)
+        return field or "tools", calls
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
         if not self.offered_tools:

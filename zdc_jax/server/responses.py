@@ -1,5 +1,6 @@
 """Body of /v1/responses, which is answered as a chat. Responses are not stored."""
 
+import re
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,7 +20,7 @@ CHAT_FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text",
+    "response_format": "text.format",
 }
 """Names in this API of fields of a chat."""
 
@@ -214,10 +215,9 @@ class ResponseRequest(ModelRequest):
         try:
             return self.chat.engine_requests(model, max_model_len)
         except RequestError as error:
-            name = error.param
-            if name in CHAT_FIELDS:
-                error.param = CHAT_FIELDS[name]
-                error.args = (str(error).replace(f"{name}=", f"{error.param}=", 1),)
+            error.param = CHAT_FIELDS.get(str(error.param), error.param)
+            names = re.compile(rf"\b({'|'.join(CHAT_FIELDS)})\b")
+            error.args = (names.sub(lambda found: CHAT_FIELDS[found[0]], str(error)),)
             raise
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:

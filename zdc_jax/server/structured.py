@@ -7,10 +7,10 @@ from pydantic import Field
 
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, ModelRequest
+from zdc_jax.server.body import Body, JsonObject, ModelRequest
 from zdc_jax.server.errors import RequestError, report_errors_of
 
-Schema = dict[str, Any] | str
+Schema = JsonObject | str
 ANY_OBJECT = {"type": "object"}
 
 
@@ -26,7 +26,7 @@ class JsonSchema(Body):
 
     name: str = ""
     description: str = ""
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
     strict: bool = True
 
 
@@ -108,11 +108,11 @@ class StructuredRequest(ModelRequest):
         ]
         if (outputs := self.structured_outputs) is not None:
             sources += [
-                ("structured_outputs", Grammar.json, outputs.json_schema),
-                ("structured_outputs", Grammar.regex, outputs.regex),
-                ("structured_outputs", Grammar.choice, outputs.choice),
-                ("structured_outputs", Grammar.text, outputs.grammar),
-                ("structured_outputs", Grammar.json, ANY_OBJECT if outputs.json_object else None),
+                ("structured_outputs.json", Grammar.json, outputs.json_schema),
+                ("structured_outputs.regex", Grammar.regex, outputs.regex),
+                ("structured_outputs.choice", Grammar.choice, outputs.choice),
+                ("structured_outputs.grammar", Grammar.text, outputs.grammar),
+                ("structured_outputs.json_object", Grammar.json, ANY_OBJECT if outputs.json_object else None),
             ]
         if (answer := self.response_format) is not None and answer.type != "text":
             schema: Schema | None = None

@@ -7,24 +7,26 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from zdc_jax.conversation.tools.parser import ToolFormat
+from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.generation.grammar_process import JSON
-
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+from zdc_jax.server.tools import NO_PARAMETERS
 
 
 def tool_call_schema(tools: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
     """Return the JSON schema of a call of one of some tools: an object with a name and arguments.
 
     Args:
-      tools: tools in OpenAI's format, `{"type": "function", "function": {"name", "parameters"}}`. Tools
-        without parameters get no arguments.
+      tools: tools in the format of chat templates, `{"type": "function", "function": {"name",
+        "parameters"}}`. Tools with `NO_PARAMETERS` get no arguments.
       key: key of the arguments.
     """
     calls, definitions = [], {}
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parameters = function.get("parameters") or NO_ARGUMENTS
+        parameters = function["parameters"]
+        if parameters == NO_PARAMETERS:
+            parameters = parameters | {"additionalProperties": False}
         place = f"#/$defs/{index}"
         definitions[str(index)] = _move_references(parameters, place)
         calls.append(
@@ -39,17 +41,26 @@ def tool_call_schema(tools: Sequence[Mapping[str, Any]], key: str) -> dict[str, 
 
 
 def tool_call_grammar(
-    tools: Sequence[Mapping[str, Any]], format: ToolFormat, tokenizer: Tokenizer, *, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    format: ToolFormat,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool = True,
+    answer: str | None = None,
 ) -> Grammar:
     """Return the grammar of one call or more, as a model writes them.
 
     Args:
-      tools: tools that may be called, in OpenAI's format.
+      tools: tools that may be called, as for `tool_call_schema`.
       format: format of the calls.
       tokenizer: tokenizer of the model, which may have tokens for the format's marks.
       parallel: allow several calls.
+      answer: JSON schema of an answer without calls, which is then allowed, too.
+
+    Raises:
+      PromptError: `answer` is no JSON object.
     """
-    schema = json.dumps(tool_call_schema(tools, format.arguments) | {"x-guidance": JSON})
+    schema = _write_schema(tool_call_schema(tools, format.arguments))
     added = tokenizer.get_added_tokens_decoder()
     tokens = {each.content: token for token, each in added.items()}
 
@@ -66,7 +77,16 @@ def tool_call_grammar(
         calls = repeat(rf'{start} "\n" call "\n" {write_mark(format.end)}', "\n")
     else:
         calls = repeat("call", "; ")
-    return Grammar.text(f"start: {calls}\ncall: %json {schema}\n")
+    rules = [f"call: %json {schema}"]
+    if answer is not None:
+        with foreign_errors_as(PromptError, f"json={answer!r:.80} must be a JSON schema"):
+            rules.append(f"answer: %json {_write_schema(json.loads(answer))}")
+        calls = f"({calls}) | answer"
+    return Grammar.text("\n".join([f"start: {calls}", *rules, ""]))
+
+
+def _write_schema(schema: dict[str, Any]) -> str:
+    return json.dumps(schema | {"x-guidance": JSON})
 
 
 def _move_references(schema: Any, place: str) -> Any:

@@ -13,12 +13,16 @@ from zdc_jax.conversation.tools.formats import FORMATS, find_format
 from zdc_jax.conversation.tools.parser import CallDelta, ToolDelta, ToolFormat, ToolParser
 from zdc_jax.engine.request import Event
 from zdc_jax.generation.request import list_special_tokens
-from zdc_jax.server.body import Body
+from zdc_jax.server.body import Body, JsonObject
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
 
 ID_LENGTH = 9
 """Characters of a call's id; templates of Mistral accept no other length."""
+
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+"""Schema of a tool without parameters, for chat templates."""
 
 
 class FunctionDefinition(Body):
@@ -34,7 +38,7 @@ class FunctionDefinition(Body):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class Tool(Body):
@@ -50,7 +54,7 @@ class Tool(Body):
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
             function["description"] = self.function.description
-        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        function["parameters"] = self.function.parameters or NO_PARAMETERS
         return {"type": self.type, "function": function}
 
 

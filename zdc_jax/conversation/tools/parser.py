@@ -130,8 +130,12 @@ class ToolParser:
     def _read_group(self) -> bool:
         """Read calls and the separators between them."""
         text, marks = self._buffer, self._format.marks
-        if not self._final and any(mark.startswith(text) for mark in marks):
-            return False
+        if any(mark.startswith(text) for mark in marks):
+            if not self._final:
+                return False
+            if self._claimed:  # The end of the reply cuts a mark, which is no content.
+                self._take(len(text))
+                return self._leave_group()
         if self._format.end is not None and text.startswith(self._format.end):
             self._take(len(self._format.end))
             return self._leave_group()
