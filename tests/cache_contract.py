@@ -17,7 +17,7 @@ from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import methods
 from zdc_jax.cache.paging.paged import Paged
-from zdc_jax.cache.specs.spec import Call, Clause, LayerCacheSpec
+from zdc_jax.cache.specs.spec import Call, Clause, LayerCacheSpec, NewTokens
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -234,7 +234,7 @@ class Stack(NamedTuple):
 @partial(jax.jit, static_argnames="spec")
 def _extend(layer, spec, state, x, aux, positions, end, table):
     q, k, v = spec.project(layer, x, positions, None)
-    done = spec.attend(state, q, k, v, positions, end, aux, Call(layer.scale, table=table))
+    done = spec.attend(state, q, NewTokens(k, v, positions, end), aux, Call(layer.scale, table=table))
     return x + layer.output(done.o), done.aux, done.state
 
 
@@ -242,7 +242,8 @@ def _extend(layer, spec, state, x, aux, positions, end, table):
 def _whole(layer, spec, x, aux):
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     q, k, v = spec.project(layer, x, positions, None)
-    done = spec.attend_whole(q, k, v, positions, aux, Call(layer.scale))
+    new = NewTokens(k, v, positions, jnp.full(len(x), x.shape[1]))
+    done = spec.attend_whole(q, new, aux, Call(layer.scale))
     return x + layer.output(done.o), done.aux
 
 

@@ -12,7 +12,7 @@ from conftest import LLAMA
 from zdc_jax import methods
 from zdc_jax.cache.specs.choosing import Choosing, LeadingScores, PageBounds
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import xla
 from zdc_jax.ops.new_keys import NewKeys
@@ -36,7 +36,7 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
 
 @partial(jax.jit, static_argnames="spec")
 def attend(spec: Choosing, state, q, k, v, positions, end):
-    return spec.attend(state, q, NewKeys(k), v, positions, end, None, CALL)
+    return spec.attend(state, q, NewTokens(NewKeys(k), v, positions, end), None, CALL)
 
 
 def run(spec: Choosing, q, k, v, pieces):
@@ -55,7 +55,10 @@ def run(spec: Choosing, q, k, v, pieces):
 def whole(spec: LayerCacheSpec, q, k, v) -> Attended:
     """Attend to whole sequences, with a new compilation at each call."""
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    compiled = jax.jit(lambda q, k, v: spec.attend_whole(q, NewKeys(k), v, positions, None, CALL))
+    end = jnp.full(len(positions), positions.shape[1])
+    compiled = jax.jit(
+        lambda q, k, v: spec.attend_whole(q, NewTokens(NewKeys(k), v, positions, end), None, CALL)
+    )
     return compiled(*map(jnp.asarray, (q, k, v)))
 
 

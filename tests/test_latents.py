@@ -11,7 +11,7 @@ from convert.calibration.calibrate import collect_moments
 from convert.calibration.moments import Moments
 from zdc_jax.cache.specs.latents import Latents
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, PlanError
 from zdc_jax.model.attention import Attention
@@ -65,7 +65,8 @@ def test_far_keys_are_turned_back_from_latents(tiny):
     spec, attention = network.layer_caches[0], network.layers[0].attention
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
     q, k, v = spec.project(attention, jnp.asarray(x, jnp.float32), positions, None)
-    found = spec.attend_whole(q, k, v, positions, None, Call(attention.scale)).o
+    new = NewTokens(k, v, positions, jnp.full(B, S))
+    found = spec.attend_whole(q, new, None, Call(attention.scale)).o
     expected = by_loops(tiny.layers[0], basis, x)
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 

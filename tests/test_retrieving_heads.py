@@ -11,7 +11,7 @@ from conftest import LLAMA
 from zdc_jax import methods
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.retrieving_heads import RetrievingHeads
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -41,7 +41,10 @@ def test_heads_see_far_tokens_where_they_retrieve():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, S, heads, H)).astype(np.float32) for heads in (K * G, K, K))
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    attend = jax.jit(lambda q, k, v: SPEC.attend_whole(q, NewKeys(k), v, positions, None, Call(0.7)).o)
+    end = jnp.full(len(positions), positions.shape[1])
+    attend = jax.jit(
+        lambda q, k, v: SPEC.attend_whole(q, NewTokens(NewKeys(k), v, positions, end), None, Call(0.7)).o
+    )
     expected = by_loops(q, k, v, 0.7)
     np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v))), expected, atol=3e-6)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.select.inputs import MOST, THREADS
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, NewTokens
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
@@ -91,7 +91,7 @@ def _passed_on(spec: LayerCacheSpec, config: ModelConfig, rows: int, capacity: i
     kv = jnp.zeros((rows, 1, config.num_kv_heads, config.head_dim), jnp.bfloat16)
     positions = jnp.zeros((rows, 1), jnp.int32)
     state, call = spec.create(rows, capacity), Call(config.head_dim**-0.5, "pallas")
-    return spec.attend(state, q, NewKeys(kv), kv, positions, positions[:, 0] + 1, aux, call).aux
+    return spec.attend(state, q, NewTokens(NewKeys(kv), kv, positions, positions[:, 0] + 1), aux, call).aux
 
 
 def judged_quality(path: Path, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:

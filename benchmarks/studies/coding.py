@@ -31,7 +31,7 @@ from zdc_jax.cache.specs.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods import layer_shape
 from zdc_jax.model.transformer import Transformer
@@ -121,9 +121,9 @@ class HeadChoice(CodedChoosing):
     def near(self) -> PrefixRing:
         return replace(super().near, num_kv_heads=self.num_kv_heads // self.group)
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
-        keys, v = (jnp.repeat(x, self.group, axis=2) for x in (k.keys, v))
-        return super().write_far(state, NewKeys(keys), v, positions, end)
+    def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
+        keys, v = (jnp.repeat(x, self.group, axis=2) for x in (new.k.keys, new.v))
+        return super().write_far(state, replace(new, k=NewKeys(keys), v=v))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +156,10 @@ class CopiedIndex(CodedChoosing):
         far = super().create_far(batch, capacity)
         return far._replace(k=self._whole.create_far(batch, capacity).k)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        whole = self._whole.write_far(state, k, v, positions, end)
-        index = self._index_of(k)[..., : self.index]
-        put = partial(put_coded, positions=positions, end=end)
+    def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
+        whole = self._whole.write_far(state, new)
+        index = self._index_of(new.k.keys)[..., : self.index]
+        put = partial(put_coded, positions=new.positions, end=new.end)
         return whole._replace(index=put(state.far.index, self.index_code, index))
 
     def all_rows(self, far: FarTokens) -> tuple[Array, Array]:
@@ -188,11 +188,11 @@ class RoundedNear(CodedStore):
         """Leave keys unrounded; they are rounded after the transform."""
         return attention.project(x, positions, implementation)
 
-    def write(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> NearFarState:
-        return super().write(state, k._replace(keys=_in_8_bits(k.keys)), _in_8_bits(v), positions, end)
+    def write(self, state: NearFarState, new: NewTokens) -> NearFarState:
+        return super().write(state, _round_tokens(new))
 
-    def attend(self, state: NearFarState, q: Array, k: NewKeys, v: Array, *rest: Any) -> Attended:
-        return super().attend(state, q, k._replace(keys=_in_8_bits(k.keys)), _in_8_bits(v), *rest)
+    def attend(self, state: NearFarState, q: Array, new: NewTokens, *rest: Any) -> Attended:
+        return super().attend(state, q, _round_tokens(new), *rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,24 +213,15 @@ class ImportantBits(CodedStore):
     more: Code
     less: Code
 
-    def keep_prompt(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        lse: Array,
-        positions: Array,
-        end: Array,
-        capacity: int,
-        call: Call,
-    ) -> NearFarState:
+    def keep_prompt(self, q: Array, new: NewTokens, lse: Array, capacity: int, call: Call) -> NearFarState:
+        keys = new.k.keys
         if self.by == "received":
-            weight = received_attention(q, k, lse, positions, scale=call.scale).swapaxes(1, 2)
+            weight = received_attention(q, keys, lse, new.positions, scale=call.scale).swapaxes(1, 2)
         else:
-            weight = jnp.broadcast_to(token_importance(lse)[..., None], k.shape[:3])
-        weight = jnp.where(positions[..., None] < end[:, None, None], weight, -jnp.inf)
+            weight = jnp.broadcast_to(token_importance(lse)[..., None], keys.shape[:3])
+        weight = jnp.where(new.kept[..., None], weight, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-weight, axis=1), axis=1)
-        important = (rank < self.share * end[:, None, None])[..., None]
+        important = (rank < self.share * new.end[:, None, None])[..., None]
 
         def mixed(x, width):
             return jnp.concatenate(
@@ -243,13 +234,9 @@ class ImportantBits(CodedStore):
                 axis=-1,
             ).astype(x.dtype)
 
-        far = (
-            super()
-            .keep_prompt(q, mixed(k, self.R), mixed(v, self.Z), lse, positions, end, capacity, call)
-            .far
-        )
-        near = super().keep_prompt(q, k, v, lse, positions, end, capacity, call).near
-        return NearFarState(near, far)
+        rounded = replace(new, k=NewKeys(mixed(keys, self.R)), v=mixed(new.v, self.Z))
+        far = super().keep_prompt(q, rounded, lse, capacity, call).far
+        return NearFarState(super().keep_prompt(q, new, lse, capacity, call).near, far)
 
 
 def _through(code: Code, x: Array) -> Array:
@@ -257,8 +244,10 @@ def _through(code: Code, x: Array) -> Array:
     return code.decode(code.encode(x[..., None, :]), x.shape[-1])[..., 0, :]
 
 
-def _in_8_bits(x: Array) -> Array:
-    return _through(Int8(), x).astype(x.dtype)
+def _round_tokens(new: NewTokens) -> NewTokens:
+    """Return tokens whose keys and values have 8 bits."""
+    keys, values = (_through(Int8(), x).astype(x.dtype) for x in (new.k.keys, new.v))
+    return replace(new, k=new.k._replace(keys=keys), v=values)
 
 
 ALL: dict[str, Any] = {"read": 0, "index": 0}

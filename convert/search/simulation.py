@@ -25,7 +25,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, move_shift
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, move_shift
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.fold import cast, prepared_layer
@@ -84,32 +84,22 @@ class SimulatedStore(NearFar):
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
         return super().create_far(batch, slots_for(capacity))
 
-    def write_far(
-        self, state: NearFarState, k: NewKeys, v: Any, positions: Array, end: Array
-    ) -> tuple[Any, Any]:
-        put = partial(put_tokens, positions=positions, end=end)
-        return put(state.far[0], v.far_k), put(state.far[1], v.far_v)
+    def write_far(self, state: NearFarState, new: NewTokens) -> tuple[Any, Any]:
+        put = partial(put_tokens, positions=new.positions, end=new.end)
+        return put(state.far[0], new.v.far_k), put(state.far[1], new.v.far_v)
 
-    def write(self, state: NearFarState, k: NewKeys, v: Any, positions: Array, end: Array) -> NearFarState:
-        far = self.write_far(state, k, v, positions, end)
-        return NearFarState(self.near.write(state.near, k, v.v, positions, end), far)
+    def write(self, state: NearFarState, new: NewTokens) -> NearFarState:
+        far = self.write_far(state, new)
+        return NearFarState(self.near.write(state.near, replace(new, v=new.v.v)), far)
 
     def attend(
-        self,
-        state: NearFarState,
-        q: Float[Array, "B T N H"],
-        k: NewKeys,
-        v: Any,
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-        aux: Any,
-        call: Call,
+        self, state: NearFarState, q: Float[Array, "B T N H"], new: NewTokens, aux: Any, call: Call
     ) -> Attended:
-        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far))
-        far = self.write_far(state, k, v, positions, end)
-        far_o, far_lse = self.attend_far(far, q, positions, call)
-        far_lse = jnp.where(v.is_cut[:, None], -jnp.inf, far_lse)
-        near = self.near.attend(state.near, q, k, v.v, positions, end, None, call)
+        new, call = move_shift(new, replace(call, end=new.end), self.capacity(state.far), up_to_end=False)
+        far = self.write_far(state, new)
+        far_o, far_lse = self.attend_far(far, q, new.positions, call)
+        far_lse = jnp.where(new.v.is_cut[:, None], -jnp.inf, far_lse)
+        near = self.near.attend(state.near, q, replace(new, v=new.v.v), None, call)
         o, lse = merge_partial([(near.o, near.lse), (far_o, far_lse)])
         return Attended(NearFarState(near.state, far), o, lse, aux)
 

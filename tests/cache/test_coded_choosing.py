@@ -11,7 +11,7 @@ import pytest
 
 from zdc_jax.cache.codes.gaussian import Gaussian, gaussian_levels
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -34,7 +34,7 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, ...]:
 
 @partial(jax.jit, static_argnames="spec")
 def attend(spec: CodedChoosing, state, q, k, v, positions, end, aux):
-    return spec.attend(state, q, NewKeys(k), v, positions, end, aux, CALL)
+    return spec.attend(state, q, NewTokens(NewKeys(k), v, positions, end), aux, CALL)
 
 
 def run(spec: CodedChoosing, q, k, v, pieces, handed_on=None):

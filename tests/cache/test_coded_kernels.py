@@ -26,7 +26,7 @@ from zdc_jax.cache.paging.pages import Pages
 from zdc_jax.cache.specs import coded_far
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.coded_store import CodedStore
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys, Turn
 from zdc_jax.ops.shift import ShiftedQueries
@@ -154,7 +154,7 @@ def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None
     if shifted:
         mean = 3 * jnp.asarray(np.random.default_rng(8).normal(size=(K, H)), jnp.float32)
         keys = keys._replace(shift=ShiftedQueries(q, positions, mean, FREQUENCIES))
-    return spec.attend(state, q, keys, v, positions, end, aux, call)
+    return spec.attend(state, q, NewTokens(keys, v, positions, end), aux, call)
 
 
 FREQUENCIES = 1e4 ** -(np.arange(H // 2) / (H // 2))

@@ -14,7 +14,7 @@ from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.codes.integers import ChannelIntegers
 from zdc_jax.cache.specs import coded_ring
 from zdc_jax.cache.specs.coded_ring import CodedRing
-from zdc_jax.cache.specs.spec import Call, Snapshots
+from zdc_jax.cache.specs.spec import Call, NewTokens, Snapshots
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import new_tokens
 from zdc_jax.ops.new_keys import NewKeys
@@ -53,9 +53,8 @@ def test_attends_to_rounded_tokens(pieces):
     for count in pieces:
         new_q, new_k, new_v = (jnp.asarray(each[:, start : start + count]) for each in (q, k, v))
         positions = jnp.broadcast_to(jnp.arange(start, start + count), (B, count))
-        done = RING.attend(
-            state, new_q, NewKeys(new_k), new_v, positions, jnp.full(B, start + count), "aux", Call(SCALE)
-        )
+        new = NewTokens(NewKeys(new_k), new_v, positions, jnp.full(B, start + count))
+        done = RING.attend(state, new_q, new, "aux", Call(SCALE))
         state, start = done.state, start + count
         found.append(np.asarray(done.o))
         assert done.aux == "aux"
@@ -72,7 +71,7 @@ def test_the_kernel_rounds_as_the_code_does(monkeypatch):
     def attend():
         state = ring.create(B, S)
         done = jax.jit(
-            lambda q, k, v: ring.attend(state, q, NewKeys(k), v, positions, end, None, Call(SCALE))
+            lambda q, k, v: ring.attend(state, q, NewTokens(NewKeys(k), v, positions, end), None, Call(SCALE))
         )
         return done(q, k, v)
 
@@ -104,12 +103,11 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
     @jax.jit
     def run_xla(k, v, new_k, new_v):
         whole, lengths = jnp.broadcast_to(jnp.arange(S), (3, S)), jnp.array([4, 5, 9])
-        earlier = ring.write(
-            ring.create(3, S), NewKeys(k[jnp.array([1, 0, 0])]), v[jnp.array([1, 0, 0])], whole, lengths
-        )
-        some = ring.of_rows(earlier, rows)
-        marked = ring.write_tail(some, NewKeys(new_k), new_v, positions, snapshots.marks)
-        written, trailing = ring.join_prompt(some, NewKeys(new_k), new_v, positions, end)
+        old_k, old_v = (x[jnp.array([1, 0, 0])] for x in (k, v))
+        earlier = ring.write(ring.create(3, S), NewTokens(NewKeys(old_k), old_v, whole, lengths))
+        some, new = ring.of_rows(earlier, rows), NewTokens(NewKeys(new_k), new_v, positions, end)
+        marked = ring.write_tail(some, replace(new, end=snapshots.marks))
+        written, trailing = ring.join_prompt(some, new)
         return (
             earlier,
             (ring.with_rows(earlier, rows, written), snapshots.put(jax.tree.leaves(marked))),
@@ -123,7 +121,9 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
 
     monkeypatch.setattr(new_tokens, "device_refusal", lambda x: None)
     monkeypatch.setattr(new_tokens, "put_near", put)
-    state, found, made = ring.put_prompt(earlier, rows, NewKeys(new[0]), new[1], positions, end, snapshots)
+    state, found, made = ring.put_prompt(
+        earlier, rows, NewTokens(NewKeys(new[0]), new[1], positions, end), snapshots
+    )
     for one, other in zip(*map(jax.tree.leaves, ((state, made), want)), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         # Another scale may be chosen where errors are equal, so codes may differ.

@@ -10,7 +10,7 @@ import pytest
 from zdc_jax.cache.codes.code import Int8
 from zdc_jax.cache.codes.integers import ChannelIntegers, TokenIntegers
 from zdc_jax.cache.specs.coded_store import CodedStore
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -67,7 +67,7 @@ def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
     positions, end = jnp.arange(T)[None], jnp.array([T])
     new_q, new_k, new_v = (jnp.asarray(x)[None] for x in (q, k, v))
     attend = jax.jit(partial(spec.attend, aux=None, call=Call(SCALE, "xla")))
-    done = attend(spec.create(1, capacity), new_q, NewKeys(new_k), new_v, positions, end)
+    done = attend(spec.create(1, capacity), new_q, NewTokens(NewKeys(new_k), new_v, positions, end))
     np.testing.assert_allclose(done.o[0], brute_force(spec, q, k, v), atol=3e-6)
 
 

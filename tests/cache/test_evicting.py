@@ -12,7 +12,7 @@ from conftest import LLAMA
 
 from zdc_jax import methods
 from zdc_jax.cache.specs.evicting import Evicting, highest
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.new_keys import NewKeys
@@ -94,14 +94,14 @@ class Case:
 
 @partial(jax.jit, static_argnames="spec")
 def _attend(spec, state, q, k, v, positions, end):
-    done = spec.attend(state, q, NewKeys(k), v, positions, end, None, CALL)
+    done = spec.attend(state, q, NewTokens(NewKeys(k), v, positions, end), None, CALL)
     return done.o, done.state
 
 
 @partial(jax.jit, static_argnames="spec")
 def _keep(spec, q, k, v, positions, end):
     _, lse = self_attention(q, k, v, scale=CALL.scale)
-    return spec.keep_prompt(q, NewKeys(k), v, lse, positions, end, CAPACITY, CALL)
+    return spec.keep_prompt(q, NewTokens(NewKeys(k), v, positions, end), lse, CAPACITY, CALL)
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
@@ -208,8 +208,7 @@ def test_settings_that_are_refused(method, settings, near, named):
 
 
 def test_tokens_are_stored_only_as_they_are_attended_to():
-    spec = Case("h2o").spec
+    spec, x = Case("h2o").spec, jnp.zeros((1, 1, K, H))
+    new = NewTokens(NewKeys(x), x, jnp.zeros((1, 1), int), jnp.ones(1, int))
     with pytest.raises(NotImplementedError, match="only in `attend`"):
-        spec.write(
-            spec.create(1, 8), *[jnp.zeros((1, 1, K, H))] * 2, jnp.zeros((1, 1), int), jnp.ones(1, int)
-        )
+        spec.write(spec.create(1, 8), new)

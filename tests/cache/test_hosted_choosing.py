@@ -18,7 +18,7 @@ from zdc_jax.cache.codes.gaussian import Gaussian
 from zdc_jax.cache.specs import hosted_choosing
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.hosted_choosing import HostedChoosing, fetched, put_tokens
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.evaluation.answers import answer_questions, read_contexts
 from zdc_jax.evaluation.questions import Question
@@ -39,7 +39,7 @@ RAGGED = [[24, 3, 17], [1, 0, 1], [0, 20, 24], [1, 1, 1], [0, 1, 0]]
 
 @partial(jax.jit, static_argnames="spec", donate_argnums=1)
 def attend(spec, state, q, k, v, positions, end, aux):
-    return spec.attend(state, q, NewKeys(k), v, positions, end, aux, Call(0.3))
+    return spec.attend(state, q, NewTokens(NewKeys(k), v, positions, end), aux, Call(0.3))
 
 
 def run(spec, schedule, aux=None):

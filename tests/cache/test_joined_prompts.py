@@ -13,7 +13,7 @@ from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.specs import coded_store
 from zdc_jax.cache.specs.coded_store import CodedStore
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.ops import cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -76,7 +76,7 @@ def read(spec, implementation, last=False):
         q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.bfloat16) for n in (K * G, K, K))
         positions, needed_from = jnp.asarray(start[:, None] + np.arange(T)), jnp.array(end) - 1
         call = Call(H**-0.5, implementation, needed_from=needed_from if last else None)
-        done = spec.attend(state, q, NewKeys(k), v, positions, jnp.asarray(end), None, call)
+        done = spec.attend(state, q, NewTokens(NewKeys(k), v, positions, jnp.asarray(end)), None, call)
         state, start = done.state, np.array(end)
         found.append(np.where((positions < start[:, None])[..., None, None], done.o, 0))
     return found, state

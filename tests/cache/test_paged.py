@@ -19,7 +19,7 @@ from zdc_jax.cache.specs import coded_store, near_far, prefix_ring
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, put_rows
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, NewTokens, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys
@@ -74,7 +74,7 @@ def run(
 
 
 def _step(spec, state, q, k, v, positions, end, table):
-    done = spec.attend(state, q, NewKeys(k), v, positions, end, None, Call(H**-0.5, table=table))
+    done = spec.attend(state, q, NewTokens(NewKeys(k), v, positions, end), None, Call(H**-0.5, table=table))
     return done.state, done.o
 
 
@@ -215,7 +215,7 @@ def test_far_attention_is_told_where_padding_begins(monkeypatch):
     spec, end = SPECS["coded"], jnp.array([PIECE, 9, 0])
     q, k, v = (jnp.ones((B, PIECE, heads, H), jnp.bfloat16) for heads in (K * G, K, K))
     positions = jnp.broadcast_to(jnp.arange(PIECE), (B, PIECE))
-    spec.attend(spec.create(B, CAPACITY), q, NewKeys(k), v, positions, end, None, Call(H**-0.5))
+    spec.attend(spec.create(B, CAPACITY), q, NewTokens(NewKeys(k), v, positions, end), None, Call(H**-0.5))
     assert len(told) == 1
     np.testing.assert_array_equal(told[0], end)
 
@@ -244,12 +244,12 @@ def test_codes_are_put_into_pages_without_a_kernel(name, T):
     k, v = (jnp.asarray(rng.normal(size=(B, T, K, H)), jnp.bfloat16) for _ in range(2))
     state = Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY)
     held = replace(state, far=jax.tree.map(lambda pool: Pages(pool, table), state.far))
-    found = spec.write_far(held, NewKeys(k), v, positions, end)
+    found = spec.write_far(held, NewTokens(NewKeys(k), v, positions, end))
 
     def rows(far):
         return jax.tree.map(lambda x: x.rows(), far, is_leaf=lambda x: isinstance(x, Pages))
 
-    wanted = spec.write_far(replace(state, far=rows(held.far)), NewKeys(k), v, positions, end)
+    wanted = spec.write_far(replace(state, far=rows(held.far)), NewTokens(NewKeys(k), v, positions, end))
     for one, other in zip(jax.tree.leaves(rows(found)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
     assert not np.any(np.asarray(jax.tree.leaves(found)[0])[np.setdiff1d(np.arange(POOL), places)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zdc_jax.cache.kv_cache import LAYERS_AT_ONCE, KVCache
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, recent_rows, ring_slots
+from zdc_jax.cache.specs.spec import NewTokens
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions, slot_of_token
 from zdc_jax.plan import CompressionPlan
@@ -52,7 +53,7 @@ def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, al
         piece = jnp.asarray(tokens[:, done : done + width])
         positions = jnp.arange(done, done + width)[None]
         done += width
-        state = spec.write(state, NewKeys(piece), piece, positions, jnp.array([done]))
+        state = spec.write(state, NewTokens(NewKeys(piece), piece, positions, jnp.array([done])))
     first = max(start - window + 1, 0) // alignment * alignment
     rows = recent_rows(
         state.ring_k,

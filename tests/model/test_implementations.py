@@ -13,7 +13,7 @@ from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import generate
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
@@ -135,7 +135,9 @@ def random_calls(rng):
     spec = PrefixRing(num_kv_heads=K, head_dim=H, dtype=jnp.dtype(dtype).name, R=R, Z=Z, **near)
 
     def cached(q, k, v, state, positions, end, scale, implementation):
-        return spec.attend(state, q, NewKeys(k), v, positions, end, None, Call(scale, implementation)).o
+        return spec.attend(
+            state, q, NewTokens(NewKeys(k), v, positions, end), None, Call(scale, implementation)
+        ).o
 
     return {
         "self_attention": (partial(ops.self_attention, qk_rank=R, v_rank=Z, **near), qkv(9, H, H)),

@@ -18,7 +18,7 @@ from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.ops.new_keys import NewKeys
@@ -75,8 +75,12 @@ def test_codes_on_kernels_are_those_of_one_device():
         check_vma=False,
     )
     got, far = jax.jit(on_mesh)(q, k, v)
-    given = jnp.arange(T)[None], end, None, Call(0.1, "pallas")
-    alone = jax.jit(lambda q, k, v: spec.attend(spec.create(1, T), q, NewKeys(k), v, *given))(q, k, v)
+
+    def attend_alone(q, k, v):
+        new = NewTokens(NewKeys(k), v, jnp.arange(T)[None], end)
+        return spec.attend(spec.create(1, T), q, new, None, Call(0.1, "pallas"))
+
+    alone = jax.jit(attend_alone)(q, k, v)
     for ours, theirs in zip(jax.tree.leaves(far), jax.tree.leaves(alone.state.far), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     found, whole = (np.asarray(x, np.float64) for x in (got, alone.o))

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, LayerView
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, Snapshots, State
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, NewTokens, Snapshots, State
 from zdc_jax.cache.tails import TailArrays
 from zdc_jax.model.block import Block, HalfLayer, map_tokens
 from zdc_jax.model.run_layer import finish_layer
@@ -230,16 +230,16 @@ def _start_layer(
     def attend_apart(*qkv: Any) -> tuple[Array, tuple[State, Any, list[Array]]]:
         q, k, v = map_tokens(take_chunks, *qkv)
         of_chunks = call(table=chunk_table, needed_from=needed_from)
-        prefilled, copies = spec.attend_sequences(
-            state, rows, q, k, v, chunk_positions, place.end, aux[0], of_chunks, snapshots
-        )
+        new = NewTokens(k, v, chunk_positions, place.end)
+        prefilled, copies = spec.attend_sequences(state, rows, q, new, aux[0], of_chunks, snapshots)
         if not count:
             return packing.pack(prefilled.o), (prefilled.state, (prefilled.aux, None), copies)
         # Without the barrier XLA may copy a pool: it cannot see that chunks read it before tokens write it.
         o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), prefilled.state))
         q, k, v = map_tokens(take_tokens, *qkv)
         some, of_tokens = spec.first_rows(updated, count), call(table=token_table, first=first)
-        decoded = spec.attend(some, q, k, v, take_tokens(positions), end, aux[1], of_tokens)
+        new = NewTokens(k, v, take_tokens(positions), end)
+        decoded = spec.attend(some, q, new, aux[1], of_tokens)
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), copies)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, NewTokens, State
 from zdc_jax.model.block import Block, HalfLayer, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.ops.attention import Implementation
@@ -25,7 +25,7 @@ def read_layer_exactly(
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, State]:
         q, k = k.rotate(q, None)
         o, lse = block.attention.attend(q, k, v)
-        return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
+        return o, spec.keep_prompt(q, NewTokens(k, v, positions, end), lse, capacity, call)
 
     return block(x, positions, attend, project=spec.project)
 
@@ -40,10 +40,11 @@ def run_whole_layer(
     implementation: Implementation | None,
 ) -> tuple[Array, Any]:
     """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
-    call = Call(block.attention.scale, implementation)
+    call, (B, T) = Call(block.attention.scale, implementation), positions.shape
 
     def attend(q: Array, k: NewKeys, v: Any) -> tuple[Array, Any]:
-        attended = spec.attend_whole(q, k, v, positions, aux, call)
+        new = NewTokens(k, v, positions, jnp.full(B, T, jnp.int32))
+        attended = spec.attend_whole(q, new, aux, call)
         return attended.o, attended.aux
 
     return block(x, positions, attend, implementation, spec.project)
@@ -83,7 +84,7 @@ def start_layer(
             return attended.o, (attended.state, attended.aux)
         q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
         copied = replace(call, copies=len(x) // batch)
-        attended = spec.attend(state, q, k, v, positions, end, aux, copied)
+        attended = spec.attend(state, q, NewTokens(k, v, positions, end), aux, copied)
         o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))
         return o, (attended.state, attended.aux)
 

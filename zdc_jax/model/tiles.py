@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Shaped
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, State
 from zdc_jax.ops.new_keys import NewKeys
 
 TILE = 16
@@ -107,9 +107,10 @@ def attend_one_by_one(
         own = replace(call, table=None if table is None else jnp.take(table, row, axis=0, mode="clip"))
         length = jnp.minimum(end.ravel(), position.ravel() + 1)
         q, k, v = rebuild(arrays)
-        attended = spec.attend(spec.of_rows(state, row), q, k, v, position, length, aux, own)
-        new = spec.with_rows(state, row, attended.state)
-        return new, jax.lax.optimization_barrier((attended.o, attended.lse, attended.aux))
+        token = NewTokens(k, v, position, length)
+        attended = spec.attend(spec.of_rows(state, row), q, token, aux, own)
+        state = spec.with_rows(state, row, attended.state)
+        return state, jax.lax.optimization_barrier((attended.o, attended.lse, attended.aux))
 
     tokens = ([*map(flatten, arrays)], flatten(rows), flatten(positions), flatten(end), aux)
     state, (o, lse, aux) = jax.lax.scan(add, state, tokens)

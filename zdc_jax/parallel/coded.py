@@ -20,7 +20,7 @@ from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Call, State
+from zdc_jax.cache.specs.spec import Call, NewTokens, State
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.shift import ShiftedQueries
@@ -165,7 +165,7 @@ def _quantize(spec: CodedFar, k: Float[Array, "B t K Hq"], v: Float[Array, "B t 
     (B, t), local = k.shape[:2], spec.on_heads(k.shape[2])
     state = NearFarState(local.near.create(B, t), local.create_far(B, t))
     positions, end = jnp.broadcast_to(jnp.arange(t), (B, t)), jnp.full(B, t, jnp.int32)
-    far = local.write_far(state, NewKeys(k), v, positions, end)
+    far = local.write_far(state, NewTokens(NewKeys(k), v, positions, end))
     return jax.tree.map(lambda x: x[:, :, :t].swapaxes(1, 2), far)
 
 

@@ -24,7 +24,7 @@ from benchmarks.mesh.rivals.partition import Partition, cache_slots, in_eights
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings
@@ -61,7 +61,7 @@ def longer(
       end: tokens of each sequence after this chunk, [B].
       slots: slots of the longer cache.
     """
-    return spec.write(with_slots(state, slots), k, v, positions, end)
+    return spec.write(with_slots(state, slots), NewTokens(k, v, positions, end))
 
 
 class RunaheadTransformer:
@@ -206,7 +206,8 @@ def _attended(
 
     def attend(q: Array, k: NewKeys, v: Array) -> tuple[Array, None]:
         call = Call(block.attention.scale, implementation)
-        done = spec.attend(with_slots(cache, slots), q, k, v, positions, end, None, call)
+        new = NewTokens(k, v, positions, end)
+        done = spec.attend(with_slots(cache, slots), q, new, None, call)
         return done.o, None
 
     return block(x, positions, attend, implementation, project=lambda *_: qkv)[0]

@@ -23,7 +23,7 @@ from benchmarks.mesh.rivals.runahead import longer, no_tokens, with_slots
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Attended, Call
+from zdc_jax.cache.specs.spec import Attended, Call, NewTokens
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.embeddings import Embeddings
@@ -222,7 +222,8 @@ def _attended(
     """Attend with this device's queries to all chunks up to its own."""
     positions, stop = _places(q, partition)
     before = _received(spec, k, v, end, partition, capacity)
-    return spec.attend(before, q, NewKeys(k), v, positions, jnp.minimum(end, stop), None, call)
+    new = NewTokens(NewKeys(k), v, positions, jnp.minimum(end, stop))
+    return spec.attend(before, q, new, None, call)
 
 
 def _received(

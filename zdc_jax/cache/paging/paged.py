@@ -12,7 +12,7 @@ from kernels_pallas import device_refusal
 from kernels_pallas.triton import count_addressable
 from zdc_jax.axes import Array
 from zdc_jax.cache.paging.pages import Pages, pools_of
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, Snapshots, State, move_shift
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, Snapshots, State, move_shift
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
@@ -68,37 +68,36 @@ class Paged(LayerCacheSpec):
             arrays.append(jnp.zeros(shape, leaf.dtype))
         return jax.tree.unflatten(tree, arrays)
 
-    def write(self, state: State, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
+    def write(self, state: State, new: NewTokens) -> State:
         """Raise `NotImplementedError`: only `attend` receives the page table."""
         raise NotImplementedError("a paged layer stores tokens only in `attend`; call `attend` instead")
 
-    def attend(
-        self, state: State, q: Array, k: NewKeys, v: Any, positions: Array, end: Array, aux: Any, call: Call
-    ) -> Attended:
+    def attend(self, state: State, q: Array, new: NewTokens, aux: Any, call: Call) -> Attended:
         table, pooled = call.table, self.pooled(state)
         if call.marks is not None:
-            q, k = k.rotate(q, call.implementation)  # `write_tail` takes the stored form of keys.
+            q, new = new.rotate(q, call)  # `write_tail` takes the stored form of keys.
         if table is not None:
-            k, call = move_shift(k, call, table.shape[1] * self.page, end)
+            new, call = move_shift(new, call, table.shape[1] * self.page)
         if not any(pooled):
-            tail = None if call.marks is None else self._take_tail(state, k, v, positions, call.marks)
-            return self.spec.attend(state, q, k, v, positions, end, aux, call)._replace(tail=tail)
+            tail = None if call.marks is None else self._take_tail(state, new, call.marks)
+            return self.spec.attend(state, q, new, aux, call)._replace(tail=tail)
         assert table is not None
         paged_state = self._with_pages(state, table)
         pages, tree = jax.tree.flatten(paged_state, is_leaf=lambda leaf: isinstance(leaf, Pages))
-        tail = None if call.marks is None else self._take_tail(paged_state, k, v, positions, call.marks)
-        if self.spec.reads_pages(paged_state, q, v, call):
-            attended = self.spec.attend(paged_state, q, k, v, positions, end, aux, call)
+        tail = None if call.marks is None else self._take_tail(paged_state, new, call.marks)
+        if self.spec.reads_pages(paged_state, q, new.v, call):
+            attended = self.spec.attend(paged_state, q, new, aux, call)
             return attended._replace(state=pools_of(attended.state)[0], tail=tail)
         rows = [leaf.rows() if isinstance(leaf, Pages) else leaf for leaf in pages]
-        attended = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
+        attended = self.spec.attend(jax.tree.unflatten(tree, rows), q, new, aux, call)
 
-        def write_back(old: Pages, new: Array) -> Array:
-            return old.put_rows(new, positions[:, 0], end, tokens=positions.shape[1], page=self.page)
+        def write_back(old: Pages, rows: Array) -> Array:
+            tokens = new.positions.shape[1]
+            return old.put_rows(rows, new.start, new.end, tokens=tokens, page=self.page)
 
         written = [
-            write_back(old, new) if isinstance(old, Pages) else new
-            for old, new in zip(pages, jax.tree.leaves(attended.state), strict=True)
+            write_back(old, leaf) if isinstance(old, Pages) else leaf
+            for old, leaf in zip(pages, jax.tree.leaves(attended.state), strict=True)
         ]
         return attended._replace(state=jax.tree.unflatten(tree, written), tail=tail)
 
@@ -107,21 +106,18 @@ class Paged(LayerCacheSpec):
         state: State,
         rows: Array,
         q: Array,
-        k: NewKeys,
-        v: Any,
-        positions: Array,
-        end: Array,
+        new: NewTokens,
         aux: Any,
         call: Call,
         snapshots: Snapshots | None = None,
     ) -> tuple[Attended, list[Array]]:
         if call.table is not None:
             paged_state = self._with_pages(state, call.table)
-            placed = self.spec.attend_in_place(paged_state, rows, q, k, v, positions, end, call, snapshots)
+            placed = self.spec.attend_in_place(paged_state, rows, q, new, call, snapshots)
             if placed is not None:
                 attended, copies = placed
                 return attended._replace(state=pools_of(attended.state)[0], aux=aux), copies
-        return super().attend_sequences(state, rows, q, k, v, positions, end, aux, call, snapshots)
+        return super().attend_sequences(state, rows, q, new, aux, call, snapshots)
 
     def _with_pages(self, state: State, table: Array) -> State:
         """Return a state whose pools have the page table."""
@@ -129,9 +125,9 @@ class Paged(LayerCacheSpec):
         pairs = zip(leaves, self.pooled(state), strict=True)
         return jax.tree.unflatten(tree, [Pages(leaf, table) if pool else leaf for leaf, pool in pairs])
 
-    def _take_tail(self, state: State, k: NewKeys, v: Any, positions: Array, marks: Array) -> list[Array]:
+    def _take_tail(self, state: State, new: NewTokens, marks: Array) -> list[Array]:
         """Return the leaves outside pages when sequences have `marks` tokens; `state` is that before."""
-        written = self.spec.write_tail(state, k, v, positions, marks)
+        written = self.spec.write_tail(state, replace(new, end=marks))
         leaves = jax.tree.leaves(written, is_leaf=lambda leaf: isinstance(leaf, Pages))
         return [leaf for leaf, pool in zip(leaves, self.pooled(state), strict=True) if not pool]
 

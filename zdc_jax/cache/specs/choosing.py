@@ -24,11 +24,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
 from zdc_jax.cache.specs.prefix_ring import recent_rows
-from zdc_jax.cache.specs.spec import Call, put_rows
+from zdc_jax.cache.specs.spec import Call, NewTokens, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import takes_kernels
 from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.selection import among_largest
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
@@ -100,13 +99,11 @@ class Choosing(NearFar):
 
         return FarTokens(empty(self.R), empty(self.Z))
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
-        start, kept = positions[:, 0], positions < end[:, None]
-
+    def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
         def put(buffer: Array, x: Array) -> Array:
-            return put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
+            return put_rows(buffer, x[..., : buffer.shape[-1]], new.start, new.kept)
 
-        return state.far._replace(k=put(state.far.k, k.keys), v=put(state.far.v, v))
+        return state.far._replace(k=put(state.far.k, new.k.keys), v=put(state.far.v, new.v))
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         if q.shape[1] == 1:
@@ -259,11 +256,10 @@ class PageBounds(Choosing):
         bounds = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return super().create_far(batch, capacity)._replace(index=bounds)
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
+    def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
         """Return the store with the new tokens and the bounds of the pages that they complete."""
-        far = super().write_far(state, k, v, positions, end)
-        page, (sinks, window), start = self.page, state.near.near, positions[:, 0]
-        keys = k.keys
+        far = super().write_far(state, new)
+        page, (sinks, window), start, keys = self.page, state.near.near, new.start, new.k.keys
         first, pages = start // page, keys.shape[1] // page + 1
         # The older tokens of a page are still in the ring.
         rows = recent_rows(
@@ -271,7 +267,7 @@ class PageBounds(Choosing):
         )
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % page), (0, 0)))
         rows = rows[:, :, : pages * page, : self.R].reshape(*rows.shape[:2], pages, page, self.R)
-        complete = (first[:, None] + jnp.arange(pages) + 1) * page <= end[:, None]
+        complete = (first[:, None] + jnp.arange(pages) + 1) * page <= new.end[:, None]
 
         def put(buffer: Array, new: Array) -> Array:
             return put_rows(buffer, new.swapaxes(1, 2), first, complete)

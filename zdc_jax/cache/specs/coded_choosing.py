@@ -36,7 +36,7 @@ from zdc_jax.cache.specs.choosing import Choosing, FarTokens, scores_of, take_sc
 from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
@@ -110,12 +110,12 @@ class CodedChoosing(CodedFar, Choosing):
         (*index, coded_k), (coded_v,) = keys, values
         return FarTokens(coded_k, coded_v, *index)
 
-    def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        far = state.far
-        put = partial(put_coded, positions=positions, end=end)
+    def code_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
+        far, k = state.far, new.k.keys
+        put = partial(put_coded, positions=new.positions, end=new.end)
         return FarTokens(
             put(far.k, self.key_code, k[..., self.index : self.R]),
-            put(far.v, self.value_code, v[..., : self.Z]),
+            put(far.v, self.value_code, new.v[..., : self.Z]),
             put(far.index, self.index_code, k[..., : self.index]),
         )
 

@@ -20,7 +20,7 @@ from zdc_jax.cache.codes.code import Coded, CodedParts
 from zdc_jax.cache.codes.fitted_integers import kernel_planes, put_by_kernel, restore_tree
 from zdc_jax.cache.paging.pages import in_pages, pools_of
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
-from zdc_jax.cache.specs.spec import Attended, Call, State, move_shift
+from zdc_jax.cache.specs.spec import Attended, Call, NewTokens, State, move_shift
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.cache_attention import ArrangedQueries, attend_passes
 from zdc_jax.ops.new_keys import NewKeys
@@ -49,7 +49,7 @@ class CodedFar(NearFar):
         """Return the store with these arrays of its parts; the inverse of `coded_parts`."""
 
     @abstractmethod
-    def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> State:
+    def code_far(self, state: NearFarState, new: NewTokens) -> State:
         """Return the store with the new tokens, as `write_far`, where no kernel supports the codes."""
 
     @abstractmethod
@@ -68,12 +68,12 @@ class CodedFar(NearFar):
         other kernels wrote them so. The second result is the `aux` to pass on.
         """
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
+    def write_far(self, state: NearFarState, new: NewTokens) -> State:
         keys, values = self.coded_parts(state.far)
-        groups = (k.keys[..., : self.R], keys), (v[..., : self.Z], values)
-        if written := put_by_kernel(groups, positions, end):
+        groups = (new.k.keys[..., : self.R], keys), (new.v[..., : self.Z], values)
+        if written := put_by_kernel(groups, new.positions, new.end):
             return self.from_parts(*written)
-        return self.code_far(state, k.keys, v, positions, end)
+        return self.code_far(state, new)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None
@@ -81,36 +81,26 @@ class CodedFar(NearFar):
         """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
         return attention.project_unrotated(x, positions, implementation)
 
-    def attend(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        aux: Any,
-        call: Call,
-    ) -> Attended:
-        k, call = move_shift(k, call, self.capacity(state.far), end)
-        if k.turn is not None:
-            if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
+    def attend(self, state: NearFarState, q: Array, new: NewTokens, aux: Any, call: Call) -> Attended:
+        new, call = move_shift(new, call, self.capacity(state.far))
+        if new.k.turn is not None:
+            if q.shape[1] == 1 and (stored := self._put_token(state, q, new, call)):
                 (q, q_far, q_near, gains), written = stored
                 of_far = ArrangedQueries(q_far, gains)
                 of_near = None if q_near is None else ArrangedQueries(q_near, gains)
-                last = last_read(positions, end)
+                last = last_read(new.positions, new.end)
                 far, aux = self.far_pass(written.far, q[..., : self.R], last, call, aux, of_far)
                 near = self.near.decode_stored(written.near, q, last, call, of_near)
                 o, lse = attend_passes(q, far, near, scale=call.scale, copies=call.copies)
                 return Attended(written, o, lse, aux)
-            q, k = k.rotate(q, call.implementation, by_token=True)
+            q, new = new.rotate(q, call, by_token=True)
         rings = jax.tree.leaves(state.near)
-        if call.first is None and (len(rings[0]) == len(q) or self._decodes_in_place(state, q, v, call)):
-            return super().attend(state, q, k, v, positions, end, aux, call)
+        if call.first is None and (len(rings[0]) == len(q) or self._decodes_in_place(state, q, new.v, call)):
+            return super().attend(state, q, new, aux, call)
         first = jnp.int32(0) if call.first is None else call.first
         own = jax.tree.map(lambda ring: lax.dynamic_slice_in_dim(ring, first, len(q)), state.near)
         call = replace(call, first=None)
-        attended = super().attend(replace(state, near=own), q, k, v, positions, end, aux, call)
+        attended = super().attend(replace(state, near=own), q, new, aux, call)
         near = jax.tree.map(partial(_put_rings, first=first), state.near, attended.state.near)
         return attended._replace(state=replace(attended.state, near=near))
 
@@ -124,14 +114,7 @@ class CodedFar(NearFar):
         return reads and self.near.can_decode_stored(state.near, q, v, call)
 
     def _put_token(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
+        self, state: NearFarState, q: Array, new: NewTokens, call: Call
     ) -> tuple[TurnedQueries, NearFarState] | None:
         """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
 
@@ -139,7 +122,7 @@ class CodedFar(NearFar):
           The rotated queries with their block scores, and the cache with the new tokens. None if no kernel
           supports the cache.
         """
-        rings = self.near.kernel_rings(state.near)
+        rings, k, v = self.near.kernel_rings(state.near), new.k, new.v
         if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
             return None
         if not self.reads_pages(state, q, v, call):
@@ -152,8 +135,8 @@ class CodedFar(NearFar):
             heads,
             k,
             stored,
-            positions,
-            end,
+            new.positions,
+            new.end,
             state.near.near,
             implementation=call.implementation,
             scale=call.scale,

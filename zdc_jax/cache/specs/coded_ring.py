@@ -13,7 +13,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes, put_by_kernel, restore_tree
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState, put_ring
-from zdc_jax.cache.specs.spec import Attended, Call, Snapshots
+from zdc_jax.cache.specs.spec import Attended, Call, NewTokens, Snapshots
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
@@ -23,7 +23,6 @@ from zdc_jax.ops.cache_attention import (
     table_of_rings,
     takes_kernels,
 )
-from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.new_tokens import put_near_with_kernel, round_with_kernel
 from zdc_jax.ops.slots import last_read, slot_of_token
 
@@ -80,73 +79,46 @@ class CodedRing(PrefixRing):
         """Return the ring's slots, of which a kernel reads 64 at a time, and copies 8."""
         return max(BLOCK, -(-super().ring_slots(capacity) // 8) * 8)
 
-    def write(
-        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> PrefixRingState:
-        (sinks, window), keys = state.near, k.keys
+    def write(self, state: PrefixRingState, new: NewTokens) -> PrefixRingState:
+        (sinks, window), keys = state.near, new.k.keys
         if keys.shape[1] == 1:
-            slot, has_slot = slot_of_token(positions, end, sinks=sinks, window=window)
-            groups = (keys, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
+            slot, has_slot = slot_of_token(new.positions, new.end, sinks=sinks, window=window)
+            groups = (keys, [(self.code, state.ring_k)]), (new.v, [(self.code, state.ring_v)])
             if written := put_by_kernel(groups, slot, (slot + has_slot)[:, 0]):
                 ((ring_k,), (ring_v,)) = written
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
-        (coded_k, _), (coded_v, _) = self._round(keys, v)
-        return self._put(state, coded_k, coded_v, positions, end)
+        coded, _ = self._round(new)
+        return self._put(state, coded, new)
 
-    def _put(
-        self, state: PrefixRingState, k: Coded, v: Coded, positions: Array, end: Array
-    ) -> PrefixRingState:
-        """Write quantized tokens, leaves [B, T, K, …], to their slots."""
+    def _put(self, state: PrefixRingState, coded: list[Coded], new: NewTokens) -> PrefixRingState:
+        """Write quantized keys and values, leaves [B, T, K, …], to the slots of the new tokens."""
         sinks, window = state.near
-        put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
+        put = partial(put_ring, positions=new.positions, end=new.end, sinks=sinks, window=window)
+        rings = state.ring_k, state.ring_v
+        ring_k, ring_v = jax.tree.map(lambda old, leaf: put(old, x=leaf), rings, tuple(coded))
+        return replace(state, ring_k=ring_k, ring_v=ring_v)
 
-        def put_coded(ring: Coded, new: Coded) -> Coded:
-            return jax.tree.map(lambda old, leaf: put(old, x=leaf), ring, new)
-
-        return replace(state, ring_k=put_coded(state.ring_k, k), ring_v=put_coded(state.ring_v, v))
-
-    def attend(
-        self,
-        state: PrefixRingState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        aux: object,
-        call: Call,
-    ) -> Attended:
-        if q.shape[1] == 1 and self.can_decode_stored(state, q, v, call):
-            written = self.write(state, k, v, positions, end)
-            near = self.decode_stored(written, q, last_read(positions, end), call)
+    def attend(self, state: PrefixRingState, q: Array, new: NewTokens, aux: object, call: Call) -> Attended:
+        if q.shape[1] == 1 and self.can_decode_stored(state, q, new.v, call):
+            written = self.write(state, new)
+            near = self.decode_stored(written, q, last_read(new.positions, new.end), call)
             return Attended(written, *attend_passes(q, near, scale=call.scale), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
-        (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
-        attended = self.unquantized.attend(
-            decoded, q, k._replace(keys=read_k), read_v, positions, end, aux, call
-        )
-        return attended._replace(state=self._put(state, coded_k, coded_v, positions, end))
+        coded, read = self._round(new)
+        attended = self.unquantized.attend(decoded, q, read, aux, call)
+        return attended._replace(state=self._put(state, coded, new))
 
-    def join_prompt(
-        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> tuple[PrefixRingState, Trailing]:
-        whole = jnp.arange(len(end), dtype=jnp.int32)
-        if placed := self.put_prompt(state, whole, k, v, positions, end):
+    def join_prompt(self, state: PrefixRingState, new: NewTokens) -> tuple[PrefixRingState, Trailing]:
+        whole = jnp.arange(len(new.end), dtype=jnp.int32)
+        if placed := self.put_prompt(state, whole, new):
             return placed[:2]
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
-        (coded_k, read_k), (coded_v, read_v) = self._round(k.keys, v)
-        _, rows = self.unquantized.join_prompt(decoded, k._replace(keys=read_k), read_v, positions, end)
-        return self._put(state, coded_k, coded_v, positions, end), rows
+        coded, read = self._round(new)
+        _, rows = self.unquantized.join_prompt(decoded, read)
+        return self._put(state, coded, new), rows
 
     def put_prompt(
-        self,
-        state: PrefixRingState,
-        rows: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        snapshots: Snapshots | None = None,
+        self, state: PrefixRingState, rows: Array, new: NewTokens, snapshots: Snapshots | None = None
     ) -> tuple[PrefixRingState, Trailing, list[Array]] | None:
         """Compute `join_prompt` for the sequences `rows` of a batch, with one kernel in place.
 
@@ -161,7 +133,8 @@ class CodedRing(PrefixRing):
         kept = jax.tree.unflatten(tree, copies) if copies else None
         held = self.kernel_rings(kept) if kept is not None else None
         of_rings = RingSnapshots(held, snapshots.marks, snapshots.slots) if snapshots and held else None
-        found = put_near_with_kernel((k.keys, v), rings, rows, positions, end, state.near, of_rings)
+        tokens, at = (new.k.keys, new.v), (new.positions, new.end)
+        found = put_near_with_kernel(tokens, rings, rows, *at, state.near, of_rings)
         if found is None:
             return None
 
@@ -207,19 +180,22 @@ class CodedRing(PrefixRing):
             ring=state.near,
         )
 
-    def attend_whole(
-        self, q: Array, k: NewKeys, v: Array, positions: Array, aux: object, call: Call
-    ) -> Attended:
-        (_, read_k), (_, read_v) = self._round(k.keys, v)
-        return self.unquantized.attend_whole(q, k._replace(keys=read_k), read_v, positions, aux, call)
+    def attend_whole(self, q: Array, new: NewTokens, aux: object, call: Call) -> Attended:
+        _, read = self._round(new)
+        return self.unquantized.attend_whole(q, read, aux, call)
 
-    def _round(self, *tokens: Array) -> list[tuple[Coded, Array]]:
-        """Return arrays of tokens [B, T, K, C] quantized, with leaves [B, T, K, …], and as they are read."""
+    def _round(self, new: NewTokens) -> tuple[list[Coded], NewTokens]:
+        """Return keys and values quantized, with leaves [B, T, K, …], and the tokens as they are read."""
+        tokens = new.k.keys, new.v
         bits = self.code.bits if isinstance(self.code, FittedIntegers) else None
         rounded = round_with_kernel(tokens, bits)
         if rounded is None:
-            return [(self._encode(x), self.as_read(x)) for x in tokens]
-        return [((each.levels, each.reach[..., None]), each.values.astype(self.dtype)) for each in rounded]
+            pairs = [(self._encode(x), self.as_read(x)) for x in tokens]
+        else:
+            read = (each.values.astype(self.dtype) for each in rounded)
+            pairs = [((each.levels, each.reach[..., None]), x) for each, x in zip(rounded, read, strict=True)]
+        (coded_k, keys), (coded_v, values) = pairs
+        return [coded_k, coded_v], replace(new, k=new.k._replace(keys=keys), v=values)
 
     def _encode(self, x: Array) -> Coded:
         return encode_tokens(self.code, x)

@@ -18,7 +18,7 @@ from zdc_jax.cache.specs.coded_far import CodedFar
 from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import put_tokens, recent_rows
-from zdc_jax.cache.specs.spec import Attended, Call, Snapshots, move_shift, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, NewTokens, Snapshots, move_shift, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
@@ -29,7 +29,6 @@ from zdc_jax.ops.cache_attention import (
     slots_for,
     takes_kernels,
 )
-from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +87,17 @@ class CodedStore(CodedFar):
         (coded_k,), (coded_v,) = keys, values
         return coded_k, coded_v
 
-    def code_far(
-        self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
-    ) -> tuple[Coded, Coded]:
-        stored, new = self._pair_codes(state.far), (k[..., : self.R], v[..., : self.Z])
+    def code_far(self, state: NearFarState, new: NewTokens) -> tuple[Coded, Coded]:
+        k, v = new.k.keys, new.v
+        stored, parts = self._pair_codes(state.far), (k[..., : self.R], v[..., : self.Z])
         if pools_of(state.far)[1] is not None:
-            put = partial(_put_in_pages, positions=positions, end=end)
-            coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))
+            put = partial(_put_in_pages, positions=new.positions, end=new.end)
+            coded_k, coded_v = (put(*each, x) for each, x in zip(stored, parts, strict=True))
             return coded_k, coded_v
         rings = state.near.ring_k, state.near.ring_v
         codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
         return tuple(
-            self._put_complete_blocks(code, stored, ring, x, width, state, positions, end)
+            self._put_complete_blocks(code, stored, ring, x, width, state, new)
             for code, stored, ring, x, width in zip(codes, state.far, rings, (k, v), widths, strict=True)
         )
 
@@ -127,44 +125,31 @@ class CodedStore(CodedFar):
             return attend_passes(q, read, scale=call.scale)
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
-    def attend_jointly(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
-    ) -> Attended | None:
+    def attend_jointly(self, state: NearFarState, q: Array, new: NewTokens, call: Call) -> Attended | None:
         if not self._can_join(state, q, call):
             return None
-        near, trailing = self.near.join_prompt(state.near, k, v, positions, end)
-        return self._attend_joined(NearFarState(near, state.far), trailing, q, k, v, positions, end, call)
+        near, trailing = self.near.join_prompt(state.near, new)
+        return self._attend_joined(NearFarState(near, state.far), trailing, q, new, call)
 
     def attend_in_place(
         self,
         state: NearFarState,
         rows: Array,
         q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
+        new: NewTokens,
         call: Call,
         snapshots: Snapshots | None = None,
     ) -> tuple[Attended, list[Array]] | None:
         ring = self.near
         if not isinstance(ring, CodedRing) or not self._can_join(state, q, call):
             return None
-        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far), end)
-        q, k = k.rotate(q, call.implementation, by_token=True)
-        placed = ring.put_prompt(state.near, rows, k, v, positions, end, snapshots)
+        new, call = move_shift(new, replace(call, end=new.end), self.capacity(state.far))
+        q, new = new.rotate(q, call, by_token=True)
+        placed = ring.put_prompt(state.near, rows, new, snapshots)
         if placed is None:
             return None
         near, trailing, copies = placed
-        new = NearFarState(near, state.far)
-        return self._attend_joined(new, trailing, q, k, v, positions, end, call), copies
+        return self._attend_joined(NearFarState(near, state.far), trailing, q, new, call), copies
 
     @property
     def stores_in_place(self) -> bool:
@@ -187,24 +172,16 @@ class CodedStore(CodedFar):
         return self._can_dequantize(*pools_of(state.far), q, call)
 
     def _attend_joined(
-        self,
-        state: NearFarState,
-        trailing: Trailing,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
+        self, state: NearFarState, trailing: Trailing, q: Array, new: NewTokens, call: Call
     ) -> Attended:
         """Write new tokens to the store and attend to it and to the near tokens `trailing`."""
-        far = self.write_far(state, k, v, positions, end)
+        far = self.write_far(state, new)
         pools, table = pools_of(far)
         planes = self._convert_planes(pools)
         of_sinks = [x.astype(self.dtype) for x in (trailing.sink_k, trailing.sink_v) if x is not None]
         far_k, far_v = dequantise(
             planes,
-            positions[:, -1] + 1 - self.window,
+            new.positions[:, -1] + 1 - self.window,
             dtype=self.dtype,
             block_table=table,
             sinks=self.sinks,
@@ -215,8 +192,8 @@ class CodedStore(CodedFar):
             far_k,
             far_v,
             scale=call.scale,
-            starts=positions[:, 0],
-            lengths=end,
+            starts=new.start,
+            lengths=new.end,
             needed_from=call.needed_from,
             window=self.window,
             keys="far",
@@ -287,11 +264,10 @@ class CodedStore(CodedFar):
         x: Array,
         width: int,
         state: NearFarState,
-        positions: Array,
-        end: Array,
+        new: NewTokens,
     ) -> Coded:
-        """Return `stored` with the blocks that the new tokens x [B, T, K, _] complete."""
-        start, block = positions[:, 0], code.block
+        """Return `stored` with the blocks that the new tokens' vectors x [B, T, K, _] complete."""
+        start, block = new.start, code.block
         first, blocks = start // block, x.shape[1]
         rows = x.swapaxes(1, 2)
         if block > 1:
@@ -300,7 +276,7 @@ class CodedStore(CodedFar):
             rows = recent_rows(ring, x, start, first * block, sinks=sinks, window=window, past=block - 1)
             rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
         rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
-        complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
+        complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= new.end[:, None]
         put = partial(put_blocks, first=first, complete=complete)
         return jax.tree.map(put, stored, code.encode(rows))
 

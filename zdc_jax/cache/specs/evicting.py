@@ -18,11 +18,10 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.prefix_ring import ring_of_piece
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.importance import received_attention
-from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 
 
@@ -168,47 +167,34 @@ class Evicting(LayerCacheSpec):
             sizes=sizes,
         )
 
-    def write(
-        self, state: EvictingState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> EvictingState:
+    def write(self, state: EvictingState, new: NewTokens) -> EvictingState:
         """Raise `NotImplementedError`: which tokens are kept depends on attention."""
         raise NotImplementedError("an evicting layer stores tokens only in `attend`; call `attend` instead")
 
     def attend(
-        self,
-        state: EvictingState,
-        q: Float[Array, "B T N Hq"],
-        k: NewKeys,
-        v: Float[Array, "B T K Hv"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-        aux: Any,
-        call: Call,
+        self, state: EvictingState, q: Float[Array, "B T N Hq"], new: NewTokens, aux: Any, call: Call
     ) -> Attended:
         """Store new tokens and attend to the cache; runs on XLA only."""
         if call.implementation not in (None, "xla"):
             raise NotImplementedError(
                 f"implementation={call.implementation!r}: an evicting cache runs on xla; use None or 'xla'"
             )
-        attend = self._attend_token if positions.shape[1] == 1 else self._attend_chunk
-        state = _put_sinks(state, k.keys, v, positions, end)
-        state, o, lse = attend(state, q, k.keys, v, positions[:, 0], end, call.scale)
+        attend = self._attend_token if q.shape[1] == 1 else self._attend_chunk
+        state = _put_sinks(state, new)
+        state, o, lse = attend(state, q, new.k.keys, new.v, new.start, new.end, call.scale)
         return Attended(state, o, lse, aux)
 
     def keep_prompt(
         self,
         q: Float[Array, "B T N Hq"],
-        k: NewKeys,
-        v: Float[Array, "B T K Hv"],
+        new: NewTokens,
         lse: Float[Array, "B N T"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
         capacity: int,
         call: Call,
     ) -> EvictingState:
         """Choose once among all far tokens of a prompt, by its exact attention."""
-        keys = k.keys
-        state = _put_sinks(self.create(positions.shape[0], capacity), keys, v, positions, end)
+        keys, v, positions, end = new.k.keys, new.v, new.positions, new.end
+        state = _put_sinks(self.create(len(end), capacity), new)
         (sinks, window, block), T = state.sizes, positions.shape[1]
         first = end // block * block - window
         scores, carried = self._score_prompt(q, keys, lse, positions, end, block, call.scale)
@@ -441,16 +427,16 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index, axis=2)
 
 
-def _put_sinks(state: EvictingState, k: Array, v: Array, positions: Array, end: Array) -> EvictingState:
+def _put_sinks(state: EvictingState, new: NewTokens) -> EvictingState:
     """Store the sinks among the new tokens in their slots."""
     if not (sinks := state.sizes.sinks):
         return state
 
     def put(near: Array, x: Array) -> Array:
-        head = ring_of_piece(near[:, :, :sinks], x, positions, end, sinks=sinks, window=0)
+        head = ring_of_piece(near[:, :, :sinks], x, new.positions, new.end, sinks=sinks, window=0)
         return jnp.concatenate([head.astype(near.dtype), near[:, :, sinks:]], 2)
 
-    return replace(state, near_k=put(state.near_k, k), near_v=put(state.near_v, v))
+    return replace(state, near_k=put(state.near_k, new.k.keys), near_v=put(state.near_v, new.v))
 
 
 def _list_near_positions(sizes: Sizes, position: Int[Array, " B"]) -> Int[Array, "B M"]:

@@ -20,7 +20,7 @@ from zdc_jax.cache.codes.code import Coded, coded_shapes, encode_tokens
 from zdc_jax.cache.specs.choosing import FarTokens, take_slots
 from zdc_jax.cache.specs.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.specs.near_far import NearFarState
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import CacheMemoryError, PlanError
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.cache_attention import slots_for
@@ -81,44 +81,35 @@ class HostedChoosing(CodedChoosing):
         """Compute q, k and v in stored form, since no kernel writes to host memory."""
         return attention.project(x, positions, implementation)
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> FarTokens:
-        far = self._put_index(state.far, k.keys, positions, end)
-        return self._put_keys_and_values(far, k.keys, v, positions, end)
+    def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
+        return self._put_keys_and_values(self._put_index(state.far, new), new)
 
     def far_step(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
-        aux: Any,
+        self, state: NearFarState, q: Array, new: NewTokens, call: Call, aux: Any
     ) -> tuple[FarTokens, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """Write the new tokens and attend to the far tokens; a decoded token reads before it writes.
 
         Tokens that are read are older than the window, so that the order affects only the time. Layers that
         reuse a choice can fetch their tokens early, without waiting for their own new keys.
         """
-        if positions.shape[1] > 1 or not self.window:
-            return super().far_step(state, q, k, v, positions, end, call, aux)
-        far = self._put_index(state.far, k.keys, positions, end)
-        o, lse, aux = self.far_part(far, q, k, positions, call, aux)
+        if q.shape[1] > 1 or not self.window:
+            return super().far_step(state, q, new, call, aux)
+        far = self._put_index(state.far, new)
+        o, lse, aux = self.far_part(far, q, new.k, new.positions, call, aux)
         # Without the barrier, XLA copies the whole store to read from it.
         store, o = jax.lax.optimization_barrier((far.k, o))
-        return self._put_keys_and_values(far._replace(k=store), k.keys, v, positions, end), o, lse, aux
+        return self._put_keys_and_values(far._replace(k=store), new), o, lse, aux
 
-    def _put_index(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
-        index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
+    def _put_index(self, far: FarTokens, new: NewTokens) -> FarTokens:
+        first = new.k.keys[..., : self.index]
+        index = put_coded(far.index, self.index_code, first, positions=new.positions, end=new.end)
         return far._replace(index=index)
 
-    def _put_keys_and_values(
-        self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array
-    ) -> FarTokens:
+    def _put_keys_and_values(self, far: FarTokens, new: NewTokens) -> FarTokens:
+        k, v = new.k.keys, new.v
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
-        return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
+        return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), new.positions, new.end))
 
     def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str:
         """Return why kernels cannot read the store."""

@@ -11,9 +11,8 @@ from zdc_jax.cache.codes.code import Code, Coded
 from zdc_jax.cache.specs.coded_store import CodedStore, put_blocks
 from zdc_jax.cache.specs.near_far import NearFarState
 from zdc_jax.cache.specs.prefix_ring import recent_rows
-from zdc_jax.cache.specs.spec import Call
+from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +43,17 @@ class LateStore(CodedStore):
     def capacity(self, far: tuple[Coded, Coded]) -> int:
         return super().capacity(far) + self.window
 
-    def write_far(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> Any:
-        return self.code_far(state, k.keys, v, positions, end)
+    def write_far(self, state: NearFarState, new: NewTokens) -> Any:
+        return self.code_far(state, new)
 
-    def code_far(
-        self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
-    ) -> tuple[Coded, Coded]:
+    def code_far(self, state: NearFarState, new: NewTokens) -> tuple[Coded, Coded]:
         """Return the store with the tokens that the new ones push out of the window."""
-        sinks, window = state.near.near
-        leaving = positions - window
-        put = partial(put_blocks, first=leaving[:, 0], complete=(leaving >= 0) & (positions < end[:, None]))
+        (sinks, window), k, v = state.near.near, new.k.keys, new.v
+        leaving = new.positions - window
+        put = partial(put_blocks, first=leaving[:, 0], complete=(leaving >= 0) & new.kept)
 
         def store(code: Code, stored: Coded, ring: Array, x: Array) -> Coded:
-            rows = recent_rows(
-                ring, x, positions[:, 0], leaving[:, 0], sinks=sinks, window=window, past=window
-            )
+            rows = recent_rows(ring, x, new.start, leaving[:, 0], sinks=sinks, window=window, past=window)
             return jax.tree.map(put, stored, code.encode(rows[:, :, : x.shape[1], None]))
 
         (stored_k, stored_v), near = state.far, state.near

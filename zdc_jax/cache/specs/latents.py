@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
-from zdc_jax.cache.specs.spec import Call, put_rows
+from zdc_jax.cache.specs.spec import Call, NewTokens, put_rows
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -35,14 +35,12 @@ class Latents(NearFar):
         """Compute q, keys with their latents, and v."""
         return attention.project_latent(x, positions, implementation)
 
-    def write_far(
-        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> tuple[Array, Array]:
+    def write_far(self, state: NearFarState, new: NewTokens) -> tuple[Array, Array]:
         """Return the store with the new tokens."""
-        assert k.latents is not None
-        start, kept = positions[:, 0], positions < end[:, None]
-        latents, values = k.latents.latents, v[..., : self.Z]
-        return put_rows(state.far[0], latents, start, kept), put_rows(state.far[1], values, start, kept)
+        assert new.k.latents is not None
+        parts, at = (new.k.latents.latents, new.v[..., : self.Z]), (new.start, new.kept)
+        latents, values = (put_rows(old, x, *at) for old, x in zip(state.far, parts, strict=True))
+        return latents, values
 
     def far_part(
         self, far: tuple[Array, Array], q: Array, k: NewKeys | None, positions: Array, call: Call, aux: Any

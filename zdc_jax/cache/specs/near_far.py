@@ -20,7 +20,7 @@ from zdc_jax.cache.codes.code import Code
 from zdc_jax.cache.paging.pages import count_slots
 from zdc_jax.cache.specs.coded_ring import CodedRing
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State, move_shift
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, State, move_shift
 from zdc_jax.ops.cache_attention import stored_attention
 from zdc_jax.ops.new_keys import NewKeys
 
@@ -79,14 +79,7 @@ class NearFar(LayerCacheSpec):
         return jnp.zeros((*rows, self.R), self.dtype), jnp.zeros((*rows, self.Z), self.dtype)
 
     @abstractmethod
-    def write_far(
-        self,
-        state: NearFarState,
-        k: NewKeys,
-        v: Float[Array, "B T K Hv"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-    ) -> State:
+    def write_far(self, state: NearFarState, new: NewTokens) -> State:
         """Return the store with the new tokens; `state` is the cache without them."""
 
     def attend_far(
@@ -131,33 +124,16 @@ class NearFar(LayerCacheSpec):
         )
 
     def far_step(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
-        aux: Any,
+        self, state: NearFarState, q: Array, new: NewTokens, call: Call, aux: Any
     ) -> tuple[State, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """Write the new tokens to the store and compute `far_part`.
 
         The new store comes first in the result.
         """
-        far = self.write_far(state, k, v, positions, end)
-        return far, *self.far_part(far, q, k, positions, call, aux)
+        far = self.write_far(state, new)
+        return far, *self.far_part(far, q, new.k, new.positions, call, aux)
 
-    def attend_jointly(
-        self,
-        state: NearFarState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        call: Call,
-    ) -> Attended | None:
+    def attend_jointly(self, state: NearFarState, q: Array, new: NewTokens, call: Call) -> Attended | None:
         """Compute `attend` to near and far tokens of a chunk of prompts with one kernel.
 
         Returns:
@@ -168,32 +144,22 @@ class NearFar(LayerCacheSpec):
     def create(self, batch: int, capacity: int) -> NearFarState:
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
 
-    def write(self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array) -> NearFarState:
-        far = self.write_far(state, k, v, positions, end)
-        return NearFarState(self.near.write(state.near, k, v, positions, end), far)
+    def write(self, state: NearFarState, new: NewTokens) -> NearFarState:
+        far = self.write_far(state, new)
+        return NearFarState(self.near.write(state.near, new), far)
 
-    def write_tail(
-        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> NearFarState:
-        return NearFarState(self.near.write_tail(state.near, k, v, positions, end), state.far)
+    def write_tail(self, state: NearFarState, new: NewTokens) -> NearFarState:
+        return NearFarState(self.near.write_tail(state.near, new), state.far)
 
     def attend(
-        self,
-        state: NearFarState,
-        q: Float[Array, "B T N Hq"],
-        k: NewKeys,
-        v: Float[Array, "B T K Hv"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-        aux: Any,
-        call: Call,
+        self, state: NearFarState, q: Float[Array, "B T N Hq"], new: NewTokens, aux: Any, call: Call
     ) -> Attended:
-        k, call = move_shift(k, replace(call, end=end), self.capacity(state.far), end)
-        if (joint := self.attend_jointly(state, q, k, v, positions, end, call)) is not None:
+        new, call = move_shift(new, replace(call, end=new.end), self.capacity(state.far))
+        if (joint := self.attend_jointly(state, q, new, call)) is not None:
             return joint._replace(aux=aux)
-        far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
+        far, far_o, far_lse, aux = self.far_step(state, q, new, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)
-        near = self.near.attend(state.near, q, k, v, positions, end, None, call)
+        near = self.near.attend(state.near, q, new, None, call)
         o, lse = merge_partial([(near.o, near.lse), (far_o, far_lse)])
         return Attended(NearFarState(near.state, far), o, lse, aux)

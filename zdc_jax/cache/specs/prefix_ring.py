@@ -28,7 +28,7 @@ from kernels_pallas import (
 )
 from zdc_jax.axes import Array
 from zdc_jax.cache.paging.pages import Pages, count_slots, pools_of
-from zdc_jax.cache.specs.spec import Attended, Call, Exchange, LayerCacheSpec, move_shift, put_rows
+from zdc_jax.cache.specs.spec import Attended, Call, Exchange, LayerCacheSpec, NewTokens, move_shift, put_rows
 from zdc_jax.ops.attention import (
     Implementation,
     cache_refusal,
@@ -36,7 +36,6 @@ from zdc_jax.ops.attention import (
     self_attention,
 )
 from zdc_jax.ops.cache_attention import ArrangedQueries
-from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import last_read, ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
@@ -102,62 +101,36 @@ class PrefixRing(LayerCacheSpec):
         """Return the number of sinks and the window of a cache of `capacity` tokens."""
         return min(self.sinks, capacity), min(self.window, capacity)
 
-    def write(
-        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> PrefixRingState:
-        keys = k.keys
-        new_k = put_tokens(state.k, keys[..., : self.R], positions, end)
-        new_v = put_tokens(state.v, v[..., : self.Z], positions, end)
+    def write(self, state: PrefixRingState, new: NewTokens) -> PrefixRingState:
+        keys, v, at = new.k.keys, new.v, (new.positions, new.end)
+        new_k = put_tokens(state.k, keys[..., : self.R], *at)
+        new_v = put_tokens(state.v, v[..., : self.Z], *at)
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
-        put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
+        put = partial(put_ring, positions=new.positions, end=new.end, sinks=sinks, window=window)
         ring_k, ring_v = put(state.ring_k, x=keys[..., self.R :]), put(state.ring_v, x=v[..., self.Z :])
         return PrefixRingState(new_k, new_v, ring_k, ring_v, state.near)
 
     def attend(
-        self,
-        state: PrefixRingState,
-        q: Float[Array, "B T N Hq"],
-        k: NewKeys,
-        v: Float[Array, "B T K Hv"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-        aux: object,
-        call: Call,
+        self, state: PrefixRingState, q: Float[Array, "B T N Hq"], new: NewTokens, aux: object, call: Call
     ) -> Attended:
-        k, call = move_shift(k, call, self.capacity(state), end)
-        sinks, window = state.near if self._reads_near(q, v) else (0, 0)
-        implementation = self._choose_implementation(state, q, v, call)
+        new, call = move_shift(new, call, self.capacity(state))
+        sinks, window = state.near if self._reads_near(q, new.v) else (0, 0)
+        implementation = self._choose_implementation(state, q, new.v, call)
         on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill
         attend = _attend_xla if implementation == "xla" else on_kernel
-        written = self.write(state, k, v, positions, end)
-        arguments = _AttendArguments(
-            state=state,
-            written=written,
-            q=q,
-            k=k.keys,
-            v=v,
-            positions=positions,
-            end=end,
-            scale=call.scale,
-            sinks=sinks,
-            window=window,
-            block_scores=call.block_scores,
-            needed_from=call.needed_from,
-        )
-        o, lse = attend(arguments)
+        written = self.write(state, new)
+        o, lse = attend(_AttendArguments(state, written, q, new, (sinks, window), call))
         return Attended(written, o, lse, aux)
 
-    def join_prompt(
-        self, state: PrefixRingState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> tuple[PrefixRingState, Trailing]:
+    def join_prompt(self, state: PrefixRingState, new: NewTokens) -> tuple[PrefixRingState, Trailing]:
         """Write a chunk of prompts, and return the near keys and values that its queries read, by position.
 
         Only with a window.
         """
-        written = self.write(state, k, v, positions, end)
-        return written, _list_near_rows(state, written, k.keys, v, positions[:, 0], *state.near)
+        written = self.write(state, new)
+        return written, _list_near_rows(state, written, new.k.keys, new.v, new.start, *state.near)
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         return self._choose_implementation(state, q, v, call) == "pallas"
@@ -195,8 +168,7 @@ class PrefixRing(LayerCacheSpec):
         A quantized ring returns the pass that computes it. `arranged` are the queries as its kernel reads
         them, if other kernels wrote them so.
         """
-        sinks, window = state.near
-        return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window, call.block_scores)
+        return _run_decode(decode_parts, state, q, positions, state.near, call)
 
     def _reads_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
@@ -216,14 +188,12 @@ class PrefixRing(LayerCacheSpec):
         kind = "decode" if q.shape[1] == 1 else "prefill"
         return choose_implementation(kind, call.implementation, refusals)
 
-    def attend_whole(
-        self, q: Array, k: NewKeys, v: Array, positions: Array, aux: object, call: Call
-    ) -> Attended:
-        k, call = move_shift(k, call, q.shape[1])
+    def attend_whole(self, q: Array, new: NewTokens, aux: object, call: Call) -> Attended:
+        new, call = move_shift(new, call, q.shape[1], up_to_end=False)
         o, lse = self_attention(
             q,
-            k.keys,
-            v,
+            new.k.keys,
+            new.v,
             scale=call.scale,
             qk_rank=self.R,
             v_rank=self.Z,
@@ -359,25 +329,20 @@ class _AttendArguments(NamedTuple):
     state: PrefixRingState
     written: PrefixRingState
     q: Array
-    k: Array
-    v: Array
-    positions: Array
-    end: Array
-    scale: float
-    sinks: int
-    window: int
-    block_scores: Array | None
-    needed_from: Array | None
+    new: NewTokens
+    near: tuple[int, int]
+    call: Call
 
 
 def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention on any device; near keys are gathered from the old cache and the new tokens."""
-    state, written, q, k, v, positions, _, scale, sinks, window, block_scores, _ = step
-    near = None
+    state, written, q, new, (sinks, window), call = step
+    near, positions = None, new.positions
     if sinks or window:
-        recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
-        new = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
-        parts = [part for part in (_read_sinks(written, sinks, window), recent, new) if part is not None]
+        recent = _read_recent(state, new.start, sinks, window) if window else None
+        k, v = new.k.keys.swapaxes(1, 2), new.v.swapaxes(1, 2)
+        own = NearKeys(k, v, jnp.where(positions >= sinks, positions, -1))
+        parts = [part for part in (_read_sinks(written, sinks, window), recent, own) if part is not None]
         near = NearKeys(
             *(jnp.concatenate([part[i] for part in parts], axis) for i, axis in enumerate((2, 2, 1)))
         )
@@ -386,26 +351,18 @@ def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
         written.k,
         written.v,
         positions,
-        scale=scale,
+        scale=call.scale,
         near=near,
         sinks=sinks,
         window=window,
-        block_scores=block_scores,
+        block_scores=call.block_scores,
     )
 
 
 def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention of one token per sequence on the kernel, which reads the token from the cache."""
-    o, lse = _run_decode(
-        decode_attention,
-        step.written,
-        step.q,
-        last_read(step.positions, step.end),
-        step.scale,
-        step.sinks,
-        step.window,
-        step.block_scores,
-    )
+    last = last_read(step.new.positions, step.new.end)
+    o, lse = _run_decode(decode_attention, step.written, step.q, last, step.near, step.call)
     return o[:, None], lse[..., None]
 
 
@@ -414,19 +371,18 @@ def _run_decode[Result](
     state: PrefixRingState,
     q: Array,
     positions: Array,
-    scale: float,
-    sinks: int,
-    window: int,
-    block_scores: Array | None,
+    near: tuple[int, int],
+    call: Call,
 ) -> Result:
     """Call a decoding kernel for single tokens that the cache stores."""
     (k, v), table = pools_of((state.k, state.v))
+    (sinks, window), block_scores = near, call.block_scores
     return kernel(
         q[:, 0],
         k,
         v,
         positions[:, 0] + 1,
-        scale=scale,
+        scale=call.scale,
         ring=Ring(state.ring_k, state.ring_v) if sinks or window else None,
         sinks=sinks,
         window=window,
@@ -440,25 +396,26 @@ def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
 
     The kernel reads the ring as it was before the new tokens overwrote it.
     """
-    state, written, q, k, v, positions, end, scale, sinks, window, block_scores, needed_from = step
-    trailing, start = None, positions[:, 0]
+    state, written, q, new, (sinks, window), call = step
+    trailing = None
     (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
         R, Z = stored_k.shape[-1], stored_v.shape[-1]
-        trailing = _list_near_rows(state, written, k[..., R:], v[..., Z:], start, sinks, window)
+        k, v = new.k.keys[..., R:], new.v[..., Z:]
+        trailing = _list_near_rows(state, written, k, v, new.start, sinks, window)
     return prefill_attention(
         q,
         stored_k,
         stored_v,
-        scale=scale,
-        starts=start,
-        lengths=end,
-        needed_from=needed_from,
+        scale=call.scale,
+        starts=new.start,
+        lengths=new.end,
+        needed_from=call.needed_from,
         trailing=trailing,
         sinks=sinks,
         window=window,
         block_table=table,
-        block_scores=block_scores,
+        block_scores=call.block_scores,
     )
 
 

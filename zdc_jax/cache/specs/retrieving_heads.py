@@ -6,9 +6,8 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.near_far import NearFar, NearFarState
-from zdc_jax.cache.specs.spec import Call, put_rows
+from zdc_jax.cache.specs.spec import Call, NewTokens, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.new_keys import NewKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +36,13 @@ class RetrievingHeads(NearFar):
         rows = batch, len(self.heads), capacity
         return jnp.zeros((*rows, self.R), self.dtype), jnp.zeros((*rows, self.Z), self.dtype)
 
-    def write_far(
-        self, state: NearFarState, k: NewKeys, v: Array, positions: Array, end: Array
-    ) -> tuple[Array, Array]:
-        start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
+    def write_far(self, state: NearFarState, new: NewTokens) -> tuple[Array, Array]:
+        heads = jnp.array(self.heads)
 
         def put(buffer: Array, x: Array) -> Array:
-            return put_rows(buffer, x[:, :, heads, : buffer.shape[-1]], start, kept)
+            return put_rows(buffer, x[:, :, heads, : buffer.shape[-1]], new.start, new.kept)
 
-        return put(state.far[0], k.keys), put(state.far[1], v)
+        return put(state.far[0], new.k.keys), put(state.far[1], new.v)
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call

@@ -97,18 +97,50 @@ class Snapshots(NamedTuple):
         return [leaf.at[self.slots].set(copy, mode="drop") for leaf, copy in pairs]
 
 
-def move_shift(k: NewKeys, call: Call, slots: int, end: Array | None = None) -> tuple[NewKeys, Call]:
-    """Return keys and call with the shift of the keys as `block_scores` of the call.
+@dataclass(frozen=True)
+class NewTokens:
+    """Keys and values of new tokens.
 
-    `slots` is the capacity of the cache in positions, and `end` where padding begins. Without a shift, keys
-    and call are unchanged. Compiled programs compute only the form of the scores that they use.
+    Attributes:
+      k: keys, as `LayerCacheSpec.project` returns them.
+      v: values [B, T, K, Hv], or what else `project` returns.
+      positions: positions of the tokens, consecutive in each sequence; each sequence may start anywhere.
+      end: position at which padding begins, at most the capacity. Padding is not stored.
     """
-    if k.shift is None:
-        return k, call
-    on_kernel = call.implementation != "xla"
-    scores = k.shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=end)
-    means = k.shift.mean_turns(slots)
-    return k._replace(shift=None), replace(call, block_scores=scores, means=means)
+
+    k: NewKeys
+    v: Any
+    positions: Int[Array, "B T"]
+    end: Int[Array, " B"]
+
+    @property
+    def start(self) -> Int[Array, " B"]:
+        """Position of the first token of each sequence."""
+        return self.positions[:, 0]
+
+    @property
+    def kept(self) -> Bool[Array, "B T"]:
+        """Whether each token is stored."""
+        return self.positions < self.end[:, None]
+
+    def rotate(self, q: Array, call: "Call", *, by_token: bool = False) -> tuple[Array, "NewTokens"]:
+        """Return queries and tokens in the form that caches store (`NewKeys.rotate`)."""
+        q, k = self.k.rotate(q, call.implementation, by_token=by_token)
+        return q, replace(self, k=k)
+
+
+def move_shift(new: NewTokens, call: Call, slots: int, *, up_to_end: bool = True) -> tuple[NewTokens, Call]:
+    """Return tokens and call with the shift of the keys as `block_scores` of the call.
+
+    `slots` is the capacity of the cache in positions. Block scores of padding are left out with `up_to_end`.
+    Without a shift, both are unchanged. Compiled programs compute only the form of the scores that they use.
+    """
+    if (shift := new.k.shift) is None:
+        return new, call
+    on_kernel, ends = call.implementation != "xla", new.end if up_to_end else None
+    scores = shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=ends)
+    means = shift.mean_turns(slots)
+    return replace(new, k=new.k._replace(shift=None)), replace(call, block_scores=scores, means=means)
 
 
 class Attended(NamedTuple):
@@ -165,47 +197,23 @@ class LayerCacheSpec(ABC):
         """Create the arrays of an empty cache for `batch` sequences of up to `capacity` tokens."""
 
     @abstractmethod
-    def write(
-        self, state: State, k: NewKeys, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
-    ) -> State:
-        """Store the tokens at `positions` below `end`, and change nothing else.
+    def write(self, state: State, new: NewTokens) -> State:
+        """Return the cache `state` with the new tokens, and nothing else changed."""
 
-        Args:
-          state: cache without the new tokens.
-          k, v: new keys and values, as in `attend`.
-          positions: positions of the new tokens, consecutive in each sequence; each sequence may start
-            anywhere.
-          end: position at which padding begins, at most the capacity.
-        """
-
-    def write_tail(
-        self, state: State, k: NewKeys, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
-    ) -> State:
-        """Store the tokens below `end` in leaves that do not grow with the capacity; others are unspecified.
-
-        The arguments are those of `write`.
-        """
-        return self.write(state, k, v, positions, end)
+    def write_tail(self, state: State, new: NewTokens) -> State:
+        """Store the tokens in leaves that do not grow with the capacity; others are unspecified."""
+        return self.write(state, new)
 
     @abstractmethod
     def attend(
-        self,
-        state: State,
-        q: Float[Array, "B T N _"],
-        k: NewKeys,
-        v: Any,
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
-        aux: Any,
-        call: Call,
+        self, state: State, q: Float[Array, "B T N _"], new: NewTokens, aux: Any, call: Call
     ) -> Attended:
         """Store new tokens, as `write` does, and compute their attention to all stored tokens.
 
         Args:
           state: cache without the new tokens.
-          q, k, v: queries, keys and values of the new tokens, as `project` returns them.
-          positions: positions of the new tokens, consecutive in each sequence.
-          end: position at which padding begins. Padding is not stored, and its results are unspecified.
+          q: queries of the new tokens, as `project` returns them. Results of padding are unspecified.
+          new: the new tokens.
           aux: `Attended.aux` of the previous layer.
           call: options of the call.
 
@@ -218,10 +226,7 @@ class LayerCacheSpec(ABC):
         state: State,
         rows: Int[Array, " P"],
         q: Float[Array, "P T N _"],
-        k: NewKeys,
-        v: Any,
-        positions: Int[Array, "P T"],
-        end: Int[Array, " P"],
+        new: NewTokens,
         aux: Any,
         call: Call,
         snapshots: Snapshots | None = None,
@@ -231,7 +236,7 @@ class LayerCacheSpec(ABC):
         Args:
           state: cache of the batch. Sequences outside it are not stored, and their results are unspecified.
           rows: index of each sequence.
-          q, k, v, positions, end, aux, call: arguments of `attend` for these sequences.
+          q, new, aux, call: arguments of `attend` for these sequences.
           snapshots: copies to take; only of paged caches.
 
         Returns:
@@ -240,7 +245,7 @@ class LayerCacheSpec(ABC):
         # The barrier orders the read before the write, so that XLA writes in place.
         some, state = jax.lax.optimization_barrier((self.of_rows(state, rows), state))
         call = call if snapshots is None else replace(call, marks=snapshots.marks)
-        attended = self.attend(some, q, k, v, positions, end, aux, call)
+        attended = self.attend(some, q, new, aux, call)
         copies = snapshots.put(attended.tail or []) if snapshots else []
         return attended._replace(state=self.with_rows(state, rows, attended.state), tail=None), copies
 
@@ -249,10 +254,7 @@ class LayerCacheSpec(ABC):
         state: State,
         rows: Int[Array, " P"],
         q: Float[Array, "P T N _"],
-        k: NewKeys,
-        v: Any,
-        positions: Int[Array, "P T"],
-        end: Int[Array, " P"],
+        new: NewTokens,
         call: Call,
         snapshots: Snapshots | None = None,
     ) -> tuple[Attended, list[Array]] | None:
@@ -263,41 +265,28 @@ class LayerCacheSpec(ABC):
         """
         return None
 
-    def attend_whole(
-        self,
-        q: Float[Array, "B T N _"],
-        k: NewKeys,
-        v: Any,
-        positions: Int[Array, "B T"],
-        aux: Any,
-        call: Call,
-    ) -> Attended:
+    def attend_whole(self, q: Float[Array, "B T N _"], new: NewTokens, aux: Any, call: Call) -> Attended:
         """Compute `attend` for whole sequences, without a cache before or after (`state` is None)."""
-        B, T = positions.shape
-        state = self.create(B, -(-T // 8) * 8)
-        attended = self.attend(state, q, k, v, positions, jnp.full(B, T, jnp.int32), aux, call)
-        return attended._replace(state=None)
+        B, T = new.positions.shape
+        return self.attend(self.create(B, -(-T // 8) * 8), q, new, aux, call)._replace(state=None)
 
     def keep_prompt(
         self,
         q: Float[Array, "B T N _"],
-        k: NewKeys,
-        v: Any,
+        new: NewTokens,
         lse: Float[Array, "B N T"],
-        positions: Int[Array, "B T"],
-        end: Int[Array, " B"],
         capacity: int,
         call: Call,
     ) -> State:
         """Create a cache from whole prompts whose attention was computed exactly.
 
         Args:
-          q, k, v, positions, end: as in `attend`; each sequence begins at position 0.
+          q, new: as in `attend`; each sequence begins at position 0.
           lse: log-sum-exp of the prompt's exact scores.
           capacity: tokens per sequence that the cache can hold.
           call: options of the call.
         """
-        return self.write(self.create(positions.shape[0], capacity), k, v, positions, end)
+        return self.write(self.create(len(new.end), capacity), new)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None

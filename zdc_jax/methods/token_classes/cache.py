@@ -19,10 +19,9 @@ from jaxtyping import Bool, Float, Int
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.cache.specs.spec import Attended, Call, LayerCacheSpec, NewTokens, State
 from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 from zdc_jax.ops.importance import token_importance
-from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.ops.slots import EMPTY
 
 Pair = tuple[Array, Array]
@@ -123,7 +122,7 @@ class _ClassLayer(LayerCacheSpec):
     def alignment(self) -> int:
         return self.blocks.block
 
-    def write(self, state: State, k: NewKeys, v: Array, positions: Array, end: Array) -> State:
+    def write(self, state: State, new: NewTokens) -> State:
         """Raise `NotImplementedError`: the class of a token follows from its leader's attention."""
         raise NotImplementedError(
             "a layer with token classes stores tokens only in `attend`; call `attend` instead"
@@ -147,23 +146,13 @@ class ClassLeader(_ClassLayer):
         importance = jnp.full((batch, self.blocks.block), -jnp.inf, jnp.float32)
         return LeaderState(self.tokens.create(batch, capacity), GroupState((important, rest), importance))
 
-    def attend(
-        self,
-        state: LeaderState,
-        q: Array,
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        aux: object,
-        call: Call,
-    ) -> Attended:
+    def attend(self, state: LeaderState, q: Array, new: NewTokens, aux: object, call: Call) -> Attended:
         """Store the new tokens and attend to the cache; `Attended.aux` is a `Classified`."""
         call = replace(call, needed_from=None)  # Importance comes from all queries.
-        tokens, o, lse, *_ = self.tokens.attend(state.tokens, q, k, v, positions, end, None, call)
-        group, slots = classify(state.group, token_importance(lse), positions, end, self.blocks)
-        if positions.shape[1] > 1:
-            start = positions[:, 0]
+        tokens, o, lse, *_ = self.tokens.attend(state.tokens, q, new, None, call)
+        importance, start, end = token_importance(lse), new.start, new.end
+        group, slots = classify(state.group, importance, new.positions, end, self.blocks)
+        if q.shape[1] > 1:
             aligned = (start % self.alignment == 0) | (start >= end)
             o = jnp.where(aligned[:, None, None, None], o, jnp.nan)
         return Attended(LeaderState(tokens, group), o, lse, Classified(group.positions, slots))
@@ -198,22 +187,14 @@ class ClassMember(_ClassLayer):
         return MemberState(self.near.create(batch, capacity), empty(0), empty(1))
 
     def attend(
-        self,
-        state: MemberState,
-        q: Float[Array, "B T N Hq"],
-        k: NewKeys,
-        v: Array,
-        positions: Array,
-        end: Array,
-        aux: Classified,
-        call: Call,
+        self, state: MemberState, q: Float[Array, "B T N Hq"], new: NewTokens, aux: Classified, call: Call
     ) -> Attended:
         """Store the new tokens and attend to the cache."""
-        q, k = k.rotate(q, call.implementation)
-        stored_k, stored_v = _store(state.k, k.keys, aux.slots), _store(state.v, v, aux.slots)
+        q, new = new.rotate(q, call)
+        stored_k, stored_v = _store(state.k, new.k.keys, aux.slots), _store(state.v, new.v, aux.slots)
         o, lse = segment_attention(
             q,
-            positions,
+            new.positions,
             list(map(Segment, stored_k, stored_v, aux.positions)),
             scale=call.scale,
             sinks=self.near.sinks,
@@ -222,7 +203,7 @@ class ClassMember(_ClassLayer):
         )
         if not (self.near.sinks or self.near.window):
             return Attended(MemberState(state.near, stored_k, stored_v), o, lse, aux)
-        near = self.near.attend(state.near, q, k, v, positions, end, None, call)
+        near = self.near.attend(state.near, q, new, None, call)
         o, lse = merge_partial([(o, lse), (near.o, near.lse)])
         return Attended(MemberState(near.state, stored_k, stored_v), o, lse, aux)
 
