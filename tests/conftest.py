@@ -23,6 +23,7 @@ shape_checks.install()
 
 from compiled_when_used import CompiledWhenUsed
 
+from benchmarks.random_weights import random_params
 from convert.calibration.calibrate import CalibrationOptions, calibrate, collect_moments
 from convert.calibration.make_basis import make_basis
 from convert.conversion import convert
@@ -32,7 +33,6 @@ from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.engine import runner
 from zdc_jax.fold import prepared_layers
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 

@@ -19,11 +19,11 @@ from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
 from tokenizers import Tokenizer, models
 
+from benchmarks.random_weights import random_params
 from zdc_jax import checkpoint as checkpoints
 from zdc_jax.checkpoint import MANIFEST, TOKENIZER, Checkpoint, CheckpointWriter
 from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.errors import CheckpointError
-from zdc_jax.model.params import random_params
 
 ITEMS = ("embeddings", "layers/000", "layers/001", "layers/002")
 

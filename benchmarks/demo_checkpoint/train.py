@@ -25,12 +25,13 @@ from benchmarks.demo_checkpoint.export import export_tensors
 from benchmarks.demo_checkpoint.judge import Windows, measure_perplexity, measure_retrieval
 from benchmarks.demo_checkpoint.mixing import Encode, cache_encoding, mix
 from benchmarks.demo_checkpoint.step import choose_rate, make_step
+from benchmarks.random_weights import random_params
 from convert.conversion import open_source
 from convert.demo_checkpoint import PATH
 from convert.hf.weights import SINGLE
 from zdc_jax.config import ModelConfig
 from zdc_jax.evaluation.text import read_documents, token_windows
-from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_params
+from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 

@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.model.models import InOneCall, capacity_for, random_codes
+from benchmarks.random_weights import random_tree
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
+from zdc_jax.model.params import embedding_shapes, layer_shapes
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.layers import cache_sharding

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.kernels.bench_coded import SCALE_BYTES
 from benchmarks.model.transferred_plans import transferred
+from benchmarks.random_weights import random_tree
 from zdc_jax.cache.kv_cache import KVCache, cache_bytes
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.chunks import SMALLEST_BUCKET
@@ -27,7 +28,7 @@ from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
-from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
+from zdc_jax.model.params import embedding_shapes, layer_shapes
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token

@@ -17,10 +17,11 @@ import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.model.models import ShapeName, find_shape, write_config
+from benchmarks.random_weights import random_tree
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import TOKENIZER, CheckpointWriter
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
+from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zdc_jax.config import ModelConfig
 
@@ -71,7 +70,7 @@ def _norm_shapes(config: ModelConfig) -> dict[str, Shape]:
     return {"scale": (D,)} if config.norm == "rms" else {"scale": (D,), "bias": (D,)}
 
 
-def _is_shape(value: Any) -> bool:
+def is_shape(value: Any) -> bool:
     return isinstance(value, tuple)
 
 
@@ -79,42 +78,7 @@ def num_params(config: ModelConfig) -> int:
     """Count the parameters of the unmodified model."""
 
     def count(tree: Any) -> int:
-        return sum(math.prod(shape) for shape in jax.tree.leaves(tree, is_leaf=_is_shape))
+        return sum(math.prod(shape) for shape in jax.tree.leaves(tree, is_leaf=is_shape))
 
     layers = sum(count(layer_shapes(config, layer)) for layer in range(config.num_layers))
     return layers + count(embedding_shapes(config))
-
-
-def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    """Create random parameters `{"embeddings": …, "layers": [...]}` in `config.dtype`.
-
-    Matrices are N(0, 0.02²), as in GPT-2. The two matrices that write to the residual stream are also scaled
-    by 1/√(2L). Norm scales are 1 and biases are 0.
-    """
-    return {
-        "embeddings": random_tree(embedding_shapes(config), config, jax.random.fold_in(key, 0)),
-        "layers": [
-            random_tree(layer_shapes(config, i), config, jax.random.fold_in(key, 1 + i))
-            for i in range(config.num_layers)
-        ],
-    }
-
-
-def random_tree(shapes: Any, config: ModelConfig, key: jax.Array) -> Any:
-    """Create random parameters for `layer_shapes` or `embedding_shapes`, as in `random_params`."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=_is_shape)
-    leaves = [
-        _random_leaf(path[-1].key, shape, config, jax.random.fold_in(key, i))
-        for i, (path, shape) in enumerate(flat)
-    ]
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _random_leaf(name: str, shape: Shape, config: ModelConfig, key: jax.Array) -> jax.Array:
-    dtype = jnp.dtype(config.dtype)
-    if name in ("scale", "q_norm", "k_norm"):
-        return jnp.full(shape, 1 - config.norm_offset, dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(shape, dtype)
-    std = 0.02 / (2 * config.num_layers) ** 0.5 if name in ("o", "down") else 0.02
-    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

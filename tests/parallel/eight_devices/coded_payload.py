@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from payload_codes import emulated
 
 from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
+from benchmarks.random_weights import random_params
 from zdc_jax import load
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
-from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel import payload as payloads
 from zdc_jax.parallel.attention import sharded_attention

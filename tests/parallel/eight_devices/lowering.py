@@ -15,8 +15,8 @@ from benchmarks.mesh.rivals.methods import ATTENTION
 from benchmarks.mesh.rivals.partition import Partition
 from benchmarks.mesh.rivals.runahead import _attended, with_slots
 from benchmarks.mesh.rivals.runahead_mesh import chunk_layer
+from benchmarks.random_weights import random_params
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
-from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.new_keys import NewKeys
 from zdc_jax.parallel.attention import sharded_attention

@@ -9,8 +9,8 @@ from conftest import LLAMA
 
 from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
 from benchmarks.mesh.traffic import cache_bytes, hlo_bytes, prefill_bytes
+from benchmarks.random_weights import random_params
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload

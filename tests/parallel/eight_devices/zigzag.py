@@ -12,7 +12,7 @@ import zdc_jax.ops.attention as ops
 from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_order, zigzag_positions
 from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
 from benchmarks.mesh.traffic import hlo_bytes
-from zdc_jax.model.params import random_params
+from benchmarks.random_weights import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.layers import prompt_layer
 from zdc_jax.parallel.mesh import MeshConfig
