@@ -78,7 +78,8 @@ REQUESTS = st.lists(
         st.integers(1, 9),  # to generate,
         st.integers(0, 2),  # priority,
         st.integers(0, 6),  # the step before which the request comes,
-        st.integers(-1, 12),  # and the step before which it is cancelled, if it still runs.
+        st.integers(-1, 12),  # the step before which it is cancelled, if it still runs,
+        st.integers(-1, 20),  # and the step before which it goes back by up to two tokens.
     ),
     min_size=1,
     max_size=12,
@@ -104,13 +105,17 @@ def test_all_requests_end_and_every_token_is_read_once_in_order(
     options = {"pages": pages, "page": PAGE, "alignment": alignment, "steps": steps, "reuse": reuse}
     scheduler = Scheduler(rows, budget, **options, tails=tails, cuts=cuts, alone=alone)
     device, works = Device(pages, PAGE, rows, rings=tails is not None), []
-    for index, (length, tokens, priority, _, _) in enumerate(requests):
+    for index, (length, tokens, priority, *_) in enumerate(requests):
         # Prompts are few, so that some continue others.
         works.append(Work(tuple(range(length)), tokens, priority, salt=str(index % 2)))
     ended, step = set(), 0
     while len(ended) < len(works):
         assert step < 900, "a request starves"
-        for index, (work, (*_, begins, cancelled)) in enumerate(zip(works, requests, strict=True)):
+        for index, (work, (*_, begins, cancelled, back)) in enumerate(zip(works, requests, strict=True)):
+            if back == step and reuse and work.row is not None and not work.is_prefilling:
+                work.output[:] = work.output[: max(len(work.output) - 2, 1)]
+                scheduler.go_back(work)
+                assert work.is_prefilling, "it need not wait for pages"
             if begins == step:
                 scheduler.add(work)
             if begins <= step == cancelled and index not in ended:
@@ -137,7 +142,7 @@ def test_all_requests_end_and_every_token_is_read_once_in_order(
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.pool.available == pages
-    for work, (*_, begins, cancelled) in zip(works, requests, strict=True):
+    for work, (*_, begins, cancelled, _) in zip(works, requests, strict=True):
         assert cancelled >= begins or len(work.output) == work.max_tokens
 
 

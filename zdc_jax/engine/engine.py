@@ -335,7 +335,7 @@ class Engine:
     def _next_plan(self) -> Plan | None:
         with self._changed:
             for job in self._list_going_back():
-                self._scheduler.preempt(job.work)
+                self._scheduler.go_back(job.work)
                 job.must_go_back = False
                 self._count(rewinds=1)
             while (victim := self._scheduler.victim()) is not None:

@@ -200,6 +200,7 @@ class Scheduler:
         self.running: dict[int, Work] = {}
         self.free = list(range(rows))
         self._changed: dict[Work, None] = {}
+        self._restored: list[tuple[Work, int]] = []
         self._clock = itertools.count()
 
     def add(self, work: Work) -> None:
@@ -226,6 +227,15 @@ class Scheduler:
         self._release(work, keep=cached)
         self._enqueue(work)
 
+    def go_back(self, work: Work) -> None:
+        """Prefill a running request again from `work.output`, which lacks tokens that were generated.
+
+        As in `preempt`, but the request stays among the running ones, however many pages they may need.
+        """
+        self._release(work, keep=len(work.prompt) + len(work.output) - 1)
+        self._set_text(work)
+        self._start(work)
+
     def end(self, work: Work, keep: int = 0) -> None:
         """Remove a waiting or running request; its pages contain `keep` tokens of its prompt and output."""
         if work.row is not None:
@@ -244,8 +254,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """Plan the next step, and count it as done; return None if there is nothing to do."""
-        self._changed = {}
-        restored = tuple(self._admit())
+        self._admit()
         chunks = tuple(self._plan_chunks())
         prefilling = {chunk.work for chunk in chunks}  # Their first tokens are known only after the step.
         candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
@@ -253,13 +262,16 @@ class Scheduler:
         longest = max((work.max_tokens - work.promised for work in ready), default=1)
         steps = 1 if chunks or self.waiting else min(self.steps, longest)
         decode = tuple(work for work in ready if self._promise(work, steps))
-        if not chunks and not decode:
-            return None
-        return Plan(restored, chunks, decode, steps, tuple(self._changed))
+        restored, changed = tuple(self._restored), tuple(self._changed)
+        self._restored, self._changed = [], {}
+        return Plan(restored, chunks, decode, steps, changed) if chunks or decode else None
 
-    def _enqueue(self, work: Work) -> None:
+    def _set_text(self, work: Work) -> None:
         work.text = work.prompt + tuple(work.output)
         work.keys = page_keys(work.text, self.page, work.salt, work.keys) if self.reuse else []
+
+    def _enqueue(self, work: Work) -> None:
+        self._set_text(work)
         self.waiting.append(work)
         self.waiting.sort(key=_get_urgency)
 
@@ -286,26 +298,29 @@ class Scheduler:
         spare = sum(self._count_growth(other, other.max_tokens) > 0 for other in self.running.values())
         return bool(self.free) and needed + spare <= self.pool.available
 
-    def _admit(self) -> Iterator[tuple[Work, int]]:
-        """Start waiting requests in order while there is room; yield those that continue from a snapshot."""
+    def _admit(self) -> None:
+        """Start waiting requests in order while there is room."""
         while self.waiting and self._has_room(self.waiting[0]):
-            work = self.waiting.pop(0)
-            stored, shared = self._find_shared(work)
-            self.pool.retain(shared)
-            work.pages = shared + self.pool.allocate(self._count_pages(len(work.text)) - len(shared))
-            work.cached = work.prefilled = len(shared) * self.page
-            if self.tails is not None and self.reuse:
-                # Later texts may share all of this one, or the prefix that it shares with an earlier one.
-                ends = {len(stored) * self.page, (len(work.text) - 1) // self.page * self.page}
-                work.marks = sorted(end for end in ends if end > work.prefilled)
-            # Low indices first: programs for few sequences serve the first ones.
-            work.row, work.promised = heapq.heappop(self.free), len(work.output)
-            self.running[work.row] = work
-            self._changed[work] = None
-            if shared and self.tails is not None:
-                slot = self.tails.find(work.keys[len(shared) - 1])
-                assert slot is not None
-                yield work, slot
+            self._start(self.waiting.pop(0))
+
+    def _start(self, work: Work) -> None:
+        """Give a request a place in the batch and pages for its text; note the snapshot that it continues."""
+        stored, shared = self._find_shared(work)
+        self.pool.retain(shared)
+        work.pages = shared + self.pool.allocate(self._count_pages(len(work.text)) - len(shared))
+        work.cached = work.prefilled = len(shared) * self.page
+        if self.tails is not None and self.reuse:
+            # Later texts may share all of this one, or the prefix that it shares with an earlier one.
+            ends = {len(stored) * self.page, (len(work.text) - 1) // self.page * self.page}
+            work.marks = sorted(end for end in ends if end > work.prefilled)
+        # Low indices first: programs for few sequences serve the first ones.
+        work.row, work.promised = heapq.heappop(self.free), len(work.output)
+        self.running[work.row] = work
+        self._changed[work] = None
+        if shared and self.tails is not None:
+            slot = self.tails.find(work.keys[len(shared) - 1])
+            assert slot is not None
+            self._restored.append((work, slot))
 
     def _plan_chunks(self) -> Iterator[PrefillChunk]:
         """Yield at most one chunk of each text, the most urgent first, then the one with least left.
@@ -402,6 +417,8 @@ class Scheduler:
         self.pool.release(work.pages)
         heapq.heappush(self.free, work.row)
         del self.running[work.row]
+        self._changed.pop(work, None)
+        self._restored = [pair for pair in self._restored if pair[0] is not work]
         work.row, work.pages, work.marks = None, [], []
         work.prefilled, work.promised, work.skipped_steps = 0, 0, 0
 
