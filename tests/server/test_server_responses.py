@@ -174,6 +174,13 @@ def test_what_is_refused(fields, param, message):
     assert message in refused.value.message
 
 
+def test_a_schema_that_cannot_be_used_is_named():
+    tool = {"type": "function", "name": "f", "parameters": {"type": "x"}}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.parameters: json=") as refused:
+        ask(tool_engine("No.", HERMES), tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools[0].parameters"
+
+
 def test_system_messages_become_one():
     engine = tool_engine("No.", CHATML)
     client = TestClient(make_app(engine, name="tiny"))

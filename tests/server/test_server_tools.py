@@ -107,6 +107,14 @@ def test_a_call_that_the_limit_cuts():
             "tool_choice",
             'response_format and tool_choice="required": both bind the reply; leave one out',
         ),
+        (
+            {
+                "tools": [ADD, {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "tools[1].function.parameters",
+            """tools[1].function.parameters: json='{"type": "x"}' cannot be used: Invalid type: x""",
+        ),
         ({"tools": [{"type": "web"}]}, "tools[0].type", "tools[0].type=\"web\" must be 'function'"),
         (
             {"tools": [{"type": "function", "function": {}}]},

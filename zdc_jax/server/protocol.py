@@ -219,9 +219,13 @@ class GenerationRequest(StructuredRequest, ABC):
             samplings = [Sampling(**parameters | {"seed": (seed + i) % SEEDS}) for i in range(self.n)]
             token_biases(model, samplings[0])
         if grammar is not None:
-            with report_errors_of(prefix=f"{field}: "):
-                compile_grammar(model, grammar)  # A new one takes up to a second.
+            self._try_grammar(model, field, grammar)
         return samplings
+
+    def _try_grammar(self, model: TextModel, field: str, grammar: Grammar) -> None:
+        """Raise `RequestError` if the grammar of a field cannot be used; a new one takes up to a second."""
+        with report_errors_of(field.split(".")[0], prefix=f"{field}: "):
+            compile_grammar(model, grammar)
 
     def _limit_answer(self, limit: int, prompt: Sequence[int], max_model_len: int, param: str) -> int:
         """Return the most tokens of an answer, at most `limit` and what the prompt leaves.
@@ -403,6 +407,16 @@ class ChatRequest(GenerationRequest):
             format = require_format(template)
             calls = tool_call_grammar(tools, format, tokenizer, parallel=parallel, answer=answer)
         return field or "tools", calls
+
+    def _try_grammar(self, model: TextModel, field: str, grammar: Grammar) -> None:
+        try:
+            super()._try_grammar(model, field, grammar)
+        except RequestError:
+            for index, tool in enumerate(self.offered_tools):  # One of them may be the cause.
+                place = f"tools[{index}].function.parameters"
+                with report_errors_of(place, prefix=f"{place}: "):
+                    compile_grammar(model, Grammar.json(tool.to_template()["function"]["parameters"]))
+            raise
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
         if not self.offered_tools:

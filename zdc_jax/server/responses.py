@@ -21,6 +21,7 @@ CHAT_FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "function.parameters": "parameters",
 }
 """Names in this API of fields of a chat."""
 
@@ -215,11 +216,15 @@ class ResponseRequest(ModelRequest):
         try:
             return self.chat.engine_requests(model, max_model_len)
         except RequestError as error:
-            error.param = CHAT_FIELDS.get(str(error.param), error.param)
-            names = re.compile(rf"\b({'|'.join(CHAT_FIELDS)})\b")
-            error.args = (names.sub(lambda found: CHAT_FIELDS[found[0]], str(error)),)
+            error.param, error.args = error.param and _rename(error.param), (_rename(str(error)),)
             raise
 
     def make_tool_output(self, model: TextModel) -> ToolOutput | None:
         """Return a reader for the calls of the chat's answer."""
         return self.chat.make_tool_output(model)
+
+
+def _rename(text: str) -> str:
+    """Return a text about a chat with the names of this API."""
+    names = re.compile(rf"\b({'|'.join(map(re.escape, CHAT_FIELDS))})\b")
+    return names.sub(lambda found: CHAT_FIELDS[found[0]], text)
