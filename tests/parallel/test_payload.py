@@ -11,6 +11,7 @@ from zdc_jax.errors import CalibrationError
 from zdc_jax.parallel.payload import (
     BITS,
     EXACT,
+    FIRST_BITS,
     HEADROOM,
     PAYLOADS,
     Formats,
@@ -115,12 +116,17 @@ def test_what_arrives_is_no_shorter(bits):
 
 def test_bytes_of_codes():
     # A vector has levels in whole bytes and a scale, and a second scale if its first quarter has its own.
-    q, k, v, o, first = BITS
+    bits, first = BITS, FIRST_BITS
     quarter = 16 * first // 8 + 1
-    assert row_bytes("q", 64, "coded", 2) == quarter + 48 * q // 8 + 1
-    assert row_bytes("k", 61, "coded", 2) == quarter + 48 * k // 8 + 1
-    assert [row_bytes("v", width, "coded", 2) for width in (0, 1, 8, 64)] == [0, v + 1, v + 1, 8 * v + 1]
-    assert row_bytes("o", 64, "coded", 4) == 8 * o + 1
+    assert row_bytes("q", 64, "coded", 2) == quarter + 48 * bits // 8 + 1
+    assert row_bytes("k", 61, "coded", 2) == quarter + 48 * bits // 8 + 1
+    assert [row_bytes("v", width, "coded", 2) for width in (0, 1, 8, 64)] == [
+        0,
+        bits + 1,
+        bits + 1,
+        8 * bits + 1,
+    ]
+    assert row_bytes("o", 64, "coded", 4) == 8 * bits + 1
     assert row_bytes("q", 24, "coded", 2) == 3 * first + 1
 
 

@@ -12,7 +12,7 @@ neighbours, which therefore stay on the device: a plan without a near set gets o
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,26 +48,11 @@ One token of a 4096-token window can reach at most √4096 = 64. Full precision 
 """
 
 
-class Bits(NamedTuple):
-    """Bits per coordinate of the `coded` payload: 2, 3, 4, 5, 6 or 8.
+BITS, FIRST_BITS = 4, 6
+"""Bits per coordinate of `coded`, and those of the first coordinates of q and k: 2, 3, 4, 5, 6 or 8.
 
-    Attributes:
-      q: bits of queries.
-      k: bits of keys.
-      v: bits of values.
-      o: bits of outputs.
-      first: bits of the first coordinates of queries and keys.
-    """
-
-    q: int
-    k: int
-    v: int
-    o: int
-    first: int
-
-
-BITS = Bits(q=4, k=4, v=4, o=4, first=6)
-"""Bits of `coded`. The first coordinates get more, because they dominate scores in a calibrated basis."""
+The first coordinates get more, because they dominate scores in a calibrated basis.
+"""
 NEAR = (4, 256)
 """Sinks and window that `coded` attends to unrounded if a plan has no near set of its own."""
 HALO_BITS = 6
@@ -178,13 +163,13 @@ def coded_blocks(kind: Kind, width: int) -> tuple[tuple[int, int], ...]:
 
     The first quarter of q and k is a block of its own; below 32 coordinates it is all of them.
     """
-    padded, bits = -(-width // 8) * 8, getattr(BITS, kind)
+    padded = -(-width // 8) * 8
     if kind in ("v", "o"):
-        return ((padded, bits),)
+        return ((padded, BITS),)
     if padded < 32:
-        return ((padded, BITS.first),)
+        return ((padded, FIRST_BITS),)
     first = padded // 32 * 8
-    return (first, BITS.first), (padded - first, bits)
+    return (first, FIRST_BITS), (padded - first, BITS)
 
 
 def halo_blocks(width: int) -> tuple[tuple[int, int], ...]:
