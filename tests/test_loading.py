@@ -11,13 +11,19 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import loading
-from zdc_jax.errors import CheckpointError
+from zdc_jax.errors import CheckpointError, MeshError
 from zdc_jax.loading import choose_dtype, load
 
 
 def test_a_path_is_named_if_it_is_none():
     with pytest.raises(CheckpointError, match="path=5 must be the path of a folder written by `zdc convert`"):
         load(5)
+
+
+@pytest.mark.parametrize("mesh", [4, ["sequence=2"]])
+def test_a_mesh_is_a_config_or_a_text(mesh):
+    with pytest.raises(MeshError, match=r"mesh=.* must be a MeshConfig, or a text such as 'sequence=2'"):
+        load("folder", mesh=mesh)
 
 
 def test_gemma_does_not_run_in_float16(caplog):

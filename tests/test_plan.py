@@ -27,6 +27,12 @@ def test_impossible_plans_are_refused_by_name(change, named):
         CompressionPlan.uniform(LLAMA, **{"qk": 16, "v": 16, **change})
 
 
+@pytest.mark.parametrize("sizes", [(-1,), (1.5,), (8, 0)])
+def test_bytes_are_those_of_sizes_from_one(sizes):
+    with pytest.raises(PlanError, match=r"(capacity|batch)="):
+        CompressionPlan.full(LLAMA).bytes(*sizes)
+
+
 def test_head_dims_that_are_no_multiple_of_the_step_keep_their_own_size():
     assert allowed_ranks(80) == (0, 16, 32, 48, 64, 80)
     assert allowed_ranks(8) == (0, 8)

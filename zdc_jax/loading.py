@@ -281,6 +281,8 @@ def check_options(
     """Check the options of `load` that do not depend on the model; raise as `load` does."""
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
+    if mesh is not None and not isinstance(mesh, MeshConfig):
+        raise MeshError(f"{mesh=!r:.80} must be a MeshConfig, or a text such as 'sequence=2'")
     check_payload(payload)
     if weights not in WEIGHT_PLACEMENTS:
         raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")

@@ -56,6 +56,8 @@ class CompressionPlan(PlannedLayers):
             object.__setattr__(self, "settings", methods.named(self.method).Settings())
         if not isinstance(self.settings, methods.named(self.method).Settings):
             raise PlanError(f"settings={self.settings!r} are not those of method {self.method!r}")
+        if not isinstance(self.layers, tuple):
+            raise PlanError(f"layers={self.layers!r:.80} must be a tuple of LayerRanks")
         if not self.layers:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
@@ -189,7 +191,14 @@ class CompressionPlan(PlannedLayers):
         return any(spec.exchange == "quantized" for spec in self.layer_caches("bfloat16"))
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
-        """Return the bytes of a KV cache for `batch` sequences of `capacity` tokens."""
+        """Return the bytes of a KV cache for `batch` sequences of `capacity` tokens.
+
+        Raises:
+          PlanError: `capacity` or `batch` is no integer of at least 1.
+        """
+        for name, value in (("capacity", capacity), ("batch", batch)):
+            if _check_integer(name, value) < 1:
+                raise PlanError(f"{name}={value} must be at least 1")
         return cache_bytes(self.layer_caches(dtype), capacity, batch)
 
     def bytes_read(self, tokens: int, dtype: str = "bfloat16") -> int:
@@ -299,7 +308,9 @@ class CompressionPlan(PlannedLayers):
         Raises:
           PlanError: the value is not a valid plan.
         """
-        version = value.get("format_version") if isinstance(value, dict) else type(value).__name__
+        if not isinstance(value, dict):
+            raise PlanError(f"{path}: {value!r:.80} must be a JSON object")
+        version = value.get("format_version")
         if version not in range(1, FORMAT_VERSION + 1):
             raise PlanError(
                 f"{path}: format_version={version!r} is not supported; "

@@ -51,10 +51,9 @@ def resolve_plan(name: str | Path, path: str | Path) -> CompressionPlan | None:
     """
     if str(name) in PRESETS:
         return preset_plan(str(name), Checkpoint.open(path))
-    if not Path(name).exists():
-        raise PlanError(
-            f"plan={str(name)!r}: no such file; give the file of a plan or one of {', '.join(PRESETS)}"
-        )
+    if not Path(name).is_file():
+        what = "is a folder" if str(name) and Path(name).is_dir() else "no such file"
+        raise PlanError(f"plan={str(name)!r}: {what}; give the file of a plan or one of {', '.join(PRESETS)}")
     return CompressionPlan.load(name)
 
 

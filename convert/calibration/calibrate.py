@@ -97,6 +97,12 @@ class CalibrationOptions:
                 raise CalibrationError(f"{name}={value}: must be at least {least}")
         if self.context is not None and self.context < 2:
             raise CalibrationError(f"context={self.context}: must be at least 2 tokens")
+        if self.reduction != "kmeans":
+            for name in ("clusters", "prune"):
+                if (value := getattr(self, name)) != getattr(CalibrationOptions, name):
+                    raise CalibrationError(
+                        f"{name}={value}: has no effect on moments; use reduction='kmeans' or leave it out"
+                    )
         if not 0 <= self.prune < 1:
             raise CalibrationError(f"prune={self.prune}: must be in [0, 1), a share of the windows")
 

@@ -14,6 +14,7 @@ from tyro.conf import Positional
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.cli.basis_report import report_basis
 from convert.cli.flags import DtypeFlag, ModelFolder
+from convert.cli.output import check_writable
 from convert.default_text import write_default_text
 from zdc_jax.errors import TextError
 
@@ -45,6 +46,7 @@ class Calibrate:
     def run(self, console: Console) -> None:
         if self.texts and self.from_moments:
             raise TextError("--from-moments: reads no text; drop it, or drop TEXT")
+        check_writable(self.path)
         with TemporaryDirectory() as scratch:
             texts: Sequence[Path] = self.texts
             if not texts and not self.from_moments:

@@ -10,8 +10,6 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.calibration.calibrate import calibrate
-from convert.cli.basis_report import report_basis
 from convert.cli.flags import show_default
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.config import Dtype
@@ -29,7 +27,6 @@ class Convert:
       dtype: Dtype to store. float32 stores quantized weights exactly.
       overwrite: Replace an existing output folder, its calibration included.
       verify: Compare logits with transformers after conversion. Needs torch.
-      calibrate: Text files or folders to calibrate on after conversion.
     """
 
     source: Annotated[Positional[Path], tyro.conf.arg(metavar="SOURCE")]
@@ -37,7 +34,6 @@ class Convert:
     dtype: Annotated[Dtype | None, show_default("dtype of the source; bfloat16 if it is quantized")] = None
     overwrite: bool = False
     verify: bool = False
-    calibrate: Annotated[tuple[Path, ...], show_default("none")] = ()
 
     def run(self, console: Console) -> None:
         if self.verify:
@@ -57,5 +53,3 @@ class Convert:
                     self.source, compute_logits, vocab_size=checkpoint.config.vocab_size
                 )
             console.print(f"largest difference of logits from transformers: {error:.2e} of the largest logit")
-        if self.calibrate:
-            report_basis(console, calibrate(self.output, self.calibrate))

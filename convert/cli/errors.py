@@ -27,6 +27,7 @@ def reword_for_flags(message: str, command: Any) -> str:
         parsing failed because a dataclass of options refused a value.
     """
     if command is None:
+        message = re.sub(r"(?<=use )(\w+)='([^']*)'", _spell_as_flag, message)
         return re.sub(r"^(\w+)=(\S+?)(?=:?\s)", _spell_as_flag, message)
     values: dict[str, Any] = {}
     for name, flag, value in _list_flags(command):
@@ -49,7 +50,7 @@ def reword_for_flags(message: str, command: Any) -> str:
             message = re.sub(
                 rf"(?<![\w-])(?<!--set ){setting.name}=(?=\S)", f"--set {setting.name}=", message
             )
-    return message.replace(", or None", "")  # A user leaves the flag out instead.
+    return re.sub(r",? or None\b", "", message)  # A user leaves the flag out instead.
 
 
 def _spell_as_flag(quoted: re.Match[str]) -> str:

@@ -96,7 +96,7 @@ class Generate:
     def run(self, console: Console) -> None:
         if not self.prompts:
             raise PromptError("PROMPT is missing; give at least one prompt after the model's folder")
-        prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
+        prompts = _read_prompts(self.prompts)
         if self.system is not None and not self.chat:
             raise PromptError("--system: applies to a chat only; add --chat")
         options: dict[str, Any] = {"sampling": self.sampling.build(), "stop": self.stop}
@@ -137,3 +137,21 @@ class Generate:
             f"tokens, both including {result.timings.compile:.2f} s of compilation[/dim]",
             soft_wrap=True,
         )
+
+
+def _read_prompts(prompts: Sequence[str]) -> list[str]:
+    """Return prompts, of which one may be `-` for standard input; raise `PromptError` if one is no text."""
+    if prompts.count("-") > 1:
+        raise PromptError("PROMPT -: standard input is one prompt; give - only once")
+    found: list[str] = []
+    for prompt in prompts:
+        try:
+            text = sys.stdin.read() if prompt == "-" else prompt
+            text.encode()
+        except UnicodeError as error:
+            what = "standard input" if prompt == "-" else f"PROMPT {len(found) + 1}"
+            raise PromptError(f"{what} is not UTF-8: {error}") from error
+        if prompt == "-" and not text:
+            raise PromptError("PROMPT -: standard input is empty")
+        found.append(text)
+    return found

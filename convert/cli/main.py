@@ -84,6 +84,7 @@ def _run(name: str, arguments: list[str]) -> int:
     """Parse the arguments of a command, and run it; return the exit status."""
     commands = {each: _summarize(each) for each in SUMMARIES} | {name: import_command(name)}
     # These take as long as the command itself.
+    from jax.errors import JaxRuntimeError
     from rich.console import Console
 
     from convert.cli.errors import reword_for_flags
@@ -109,6 +110,11 @@ def _run(name: str, arguments: list[str]) -> int:
             NotImplementedError,
         ) as error:  # `NotImplementedError` names unsupported cases.
             print(f"error: {reword_for_flags(str(error), command)}", file=sys.stderr)
+            return 2
+        except JaxRuntimeError as error:
+            if not any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
+                raise
+            print(f"error: {error}; lower the batch, the context or the cache", file=sys.stderr)
             return 2
     return 0
 

@@ -68,7 +68,10 @@ class PlanFlags:
                 raise PlanError(
                     f"{', '.join(others)}: a preset is a whole plan; drop {', '.join(others)} or --preset"
                 )
-            return preset_plan(self.preset, Checkpoint.open(path))
+            try:
+                return preset_plan(self.preset, Checkpoint.open(path))
+            except PlanError as error:  # Its name is that of another flag.
+                raise PlanError(str(error).replace("plan='", "preset='")) from error
         if self.method is None:
             if self.set:
                 raise PlanError(f"--set {' '.join(self.set)}: applies to a method only; add --method NAME")
@@ -101,6 +104,8 @@ class PlanFlags:
             name, equals, value = item.partition("=")
             if not equals:
                 raise PlanError(f"--set {item}: must be NAME=VALUE, such as bits=4")
+            if name in values:
+                raise PlanError(f"--set {item}: {name} is given twice; keep one of them")
             with contextlib.suppress(json.JSONDecodeError):  # Anything else is a word.
                 value = json.loads(value)
             values[name] = value

@@ -90,8 +90,10 @@ class SearchOptions:
     verifies: bool = True
 
     def __post_init__(self) -> None:
-        if not self.max_degradation > 0:
-            raise PlanError(f"max_degradation={self.max_degradation}: must be above 0 (0.02 means 2 %)")
+        if not 0 < self.max_degradation < 1:
+            raise PlanError(
+                f"max_degradation={self.max_degradation}: must lie strictly between 0 and 1 (0.02 means 2 %)"
+            )
         if not 0 <= self.min_retention < 1:
             raise PlanError(f"min_retention={self.min_retention}: must be in [0, 1) (0.97 means 97 %)")
         if self.trials < 1:

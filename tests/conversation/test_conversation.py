@@ -408,3 +408,8 @@ def test_tokens_after_a_beginning():
     assert behind("a th", "a the") == tokenizer.encode("e").ids
     assert behind("at", "ath") is None  # The text is "a" and "th".
     assert behind("a", "a") == []
+
+
+def test_a_folder_is_no_model():
+    with pytest.raises(ChatError, match=r"model='folder' must be a model; pass zdc_jax.load\(FOLDER\)"):
+        chat_stop_tokens("folder")

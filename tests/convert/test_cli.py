@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
@@ -25,7 +26,7 @@ from convert.cli.main import SUMMARIES, import_command, main
 from convert.cli.plan import _report_savings
 from convert.compress import CompressOptions
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks, Sampling
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import stored_basis
@@ -232,11 +233,11 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
 
 
 @pytest.mark.full
-def test_calibrating_while_converting(folder, tmp_path, capsys):
+def test_converting_and_calibrating(folder, tmp_path, capsys):
     # The source path also looks like markup.
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
-    arguments = [str(source), str(output), "--dtype", "float16"]
-    assert main(["convert", *arguments, "--calibrate", str(folder / "text")]) == 0
+    assert main(["convert", str(source), str(output), "--dtype", "float16"]) == 0
+    assert main(["calibrate", str(output), str(folder / "text")]) == 0
     out, err = capsys.readouterr()
     assert f"converted {source} -> {output} (" in out
     assert "worst condition number" in out
@@ -326,6 +327,10 @@ def test_inspect_checks_hashes(folder, capsys):
             "--set bit=4: ",
         ),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "--window 0"),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits=4", "bits=2"],
+            "--set bits=2: bits is given twice",
+        ),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
         (["plan", "{}/model", "{}/plan.json", "--preset", "4bit", "--method", "fp8"], "drop --method"),
         (
@@ -333,11 +338,19 @@ def test_inspect_checks_hashes(folder, capsys):
             "--plan 5bit: no such file; give the file",
         ),
         (["generate", "{}/model", "w3", "--plan", "small"], "run `zdc compress`"),
+        (["generate", "{}/model", "w3", "--plan", ""], "--plan '': no such file"),
+        (["generate", "{}/model", "w3", "--plan", "{}/model"], "model: is a folder; give the file"),
+        (["generate", "{}/model", "-", "-"], "PROMPT -: standard input is one prompt"),
+        (["generate", "{}/model", "\udcff"], "PROMPT 1 is not UTF-8"),
         (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
         (["calibrate", "{}/model", "{}/text"], "--overwrite"),
         (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments: reads no text"),
         (["convert", "{}/model", "{}/again"], "is already converted"),
         (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "--prune 1.5"),
+        (
+            ["calibrate", "{}/model", "{}/text", "--clusters", "16"],
+            "--clusters 16: has no effect on moments; use --reduction kmeans or leave it out",
+        ),
         (["calibrate", "{}/hf", "{}/text"], "zdc convert"),
         (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "--seed -1"),
         (
@@ -352,7 +365,10 @@ def test_inspect_checks_hashes(folder, capsys):
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
             "must be one of perplexity, agreement, copy",
         ),
-        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
+        (
+            ["evaluate", "{}/model", "{}/text", "--tasks", "passkey"],
+            "context=128: must be at least 192",
+        ),
         (["evaluate", "{}/model"], "TEXT is missing"),
         (
             ["evaluate", "{}/model", "--tasks", "vt", "niah_single_2"],
@@ -401,6 +417,37 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate", "plan"])
+def test_a_folder_without_permission_is_refused_first(folder, tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr("convert.cli.output.os.access", lambda path, mode: False)
+    arguments = {
+        "calibrate": [str(folder / "model"), str(folder / "text"), "--overwrite"],
+        "evaluate": [str(folder / "model"), str(folder / "text"), "--output", str(tmp_path / "x.json")],
+        "plan": [str(folder / "model"), str(tmp_path / "x.json"), "--method", "int8"],
+    }
+    assert main([command, *arguments[command]]) == 2
+    assert "you have no permission" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_preset_that_is_refused_is_named_by_its_flag(folder, tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise PlanError("plan='3bit': would lose too much; use plan='4bit'")
+
+    monkeypatch.setattr("convert.cli.plan_flags.preset_plan", refuse)
+    assert main(["plan", str(folder / "model"), str(tmp_path / "x.json"), "--preset", "3bit"]) == 2
+    assert "--preset 3bit: would lose too much; use --preset 4bit" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_one_line(folder, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr("convert.cli.generate.generate", fail)
+    assert main(["generate", str(folder / "model"), "w3"]) == 2
+    assert capsys.readouterr().err.endswith("lower the batch, the context or the cache\n")
 
 
 def test_a_schema_is_named_by_its_file(tmp_path):
@@ -455,7 +502,7 @@ SAMPLING_FLAGS = f"temperature top-k top-p min-p {PENALTY_FLAGS} json-schema reg
 PLAN_FLAGS = "preset qk v budget max-score-error window sinks method set"
 FLAGS = {
     "compress": "max-loss context minutes tokens documents seed texts overwrite",
-    "convert": "dtype overwrite verify calibrate",
+    "convert": "dtype overwrite verify",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective "

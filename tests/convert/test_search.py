@@ -232,7 +232,7 @@ IMPOSSIBLE = [{"max_degradation": limit} for limit in (0.0, -1.0, float("nan"))]
 
 @pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}, MINUTES])
 def test_impossible_options_are_named(options):
-    with pytest.raises(PlanError, match=r"must be (above 0|at least 1)"):
+    with pytest.raises(PlanError, match=r"must (lie strictly|be above 0|be at least 1)"):
         SearchOptions(**options)
 
 
@@ -374,9 +374,9 @@ def test_command(folder, tmp_path, capsys):
         (["--qk", "16"], "a search chooses the whole plan"),
         (["--context", "100000"], "positions"),
         (["--text-windows", "0"], "--text-windows 0"),
-        (["--max-degradation", "0"], "--max-degradation 0.0: must be above 0"),
+        (["--max-degradation", "0"], "--max-degradation 0.0: must lie"),
         (["--min-retention", "1"], "must be in"),
-        (["--min-retention", "0.9"], "is too short for tasks"),
+        (["--min-retention", "0.9"], "must be at least 192 tokens for tasks"),
     ):
         assert main([*arguments, *small, *extra]) == 2
         assert message in capsys.readouterr().err

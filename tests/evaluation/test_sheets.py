@@ -161,7 +161,7 @@ def test_a_sheet_does_not_depend_on_those_beside_it():
 def test_questions_fit_behind_contexts(length, blocks):
     alignment = 64 * blocks
     if length < alignment + QUESTION_TOKENS:
-        with pytest.raises(EvaluationError, match=f"{length} tokens .* need {alignment + 128}"):
+        with pytest.raises(EvaluationError, match=f"context={length}: must be at least {alignment + 128}"):
             context_length(length, alignment)
         return
     found = context_length(length, alignment)
@@ -186,7 +186,7 @@ def test_impossible_tasks_are_named(names, message):
 
 
 def test_statements_leave_room_for_text():
-    with pytest.raises(EvaluationError, match=r"\(lookup alone \d+\) and need a context of \d+.* it has 256"):
+    with pytest.raises(EvaluationError, match=r"context=256: must be at least \d+.*\(lookup alone \d+\)"):
         document(TOKENIZERS["bytes"], "passkey", "lookup", length=128)
 
 

@@ -23,7 +23,7 @@ def test_parse_refuses(text):
 
 
 def test_sizes_are_positive():
-    with pytest.raises(MeshError, match="sequence=0: must be a number of devices"):
+    with pytest.raises(MeshError, match=r"mesh='sequence=0': 'sequence=0' is not AXIS=SIZE.*sizes from 1"):
         MeshConfig.parse("sequence=0")
     with pytest.raises(MeshError, match=r"sequence=1\.5: must be a number of devices"):
         MeshConfig(sequence=1.5)

@@ -159,5 +159,5 @@ def test_nothing_holds_the_limit(increase):
 
 def test_an_impossible_limit():
     forecast = rank_forecast(profile(0))
-    with pytest.raises(PlanError, match="max_degradation=0 must be > 0"):
+    with pytest.raises(PlanError, match="max_degradation=0 must lie strictly between 0 and 1"):
         checked_plan(forecast, pytest.fail, max_degradation=0, context=CONTEXT)

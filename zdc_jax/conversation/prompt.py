@@ -71,6 +71,8 @@ def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:
 
 def get_template_and_tokenizer(model: TextModel) -> tuple[ChatTemplate, Tokenizer]:
     """Return the chat template and the tokenizer of a model; raise `ChatError` if one is missing."""
+    if not hasattr(model, "chat_template"):
+        raise ChatError(f"{model=!r:.80} must be a model; pass zdc_jax.load(FOLDER)")
     if model.chat_template is None or model.tokenizer is None:
         missing = "tokenizer" if model.tokenizer is None else "chat template"
         raise ChatError(

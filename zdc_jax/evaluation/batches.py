@@ -10,6 +10,7 @@ def pad_batch[T](items: Sequence[T], size: int) -> list[T]:
 
 
 def padded_batches[T](items: Sequence[T], size: int) -> Iterator[tuple[list[T], int]]:
-    """Yield batches of `size` items, each with the number of its items that are not padding."""
+    """Yield batches of at most `size` items, all alike, each with its number of items that are no padding."""
+    size = max(1, min(size, len(items)))
     for start in range(0, len(items), size):
         yield pad_batch(items[start:], size), min(size, len(items) - start)

@@ -43,7 +43,7 @@ def context_length(length: int, alignment: int = ALIGNMENT) -> int:
     """
     if (context := (length - QUESTION_TOKENS) // alignment * alignment) <= 0:
         needed = alignment + QUESTION_TOKENS
-        raise EvaluationError(f"a context of {length} tokens is too short for tasks, which need {needed}")
+        raise EvaluationError(f"context={length}: must be at least {needed} tokens for tasks")
     return context
 
 
@@ -91,9 +91,9 @@ def _make_document(
     if (total := sum(sizes.values())) > len(window) // 2:
         longest = max(sizes, key=sizes.__getitem__)
         raise EvaluationError(
-            f"the statements of all tasks have {total} tokens ({longest} alone {sizes[longest]}) and need a "
-            f"context of {2 * total + QUESTION_TOKENS} tokens including questions, but it has "
-            f"{len(window) + QUESTION_TOKENS}; choose longer contexts or fewer tasks"
+            f"context={len(window) + QUESTION_TOKENS}: must be at least {2 * total + QUESTION_TOKENS} "
+            f"tokens: the statements of all tasks fill up to half of it, and have {total} ({longest} alone "
+            f"{sizes[longest]})"
         )
     text = window[: len(window) - len(prefix) - total]
     statements = [statement for instance in instances.values() for statement in instance.statements]

@@ -186,7 +186,7 @@ def token_windows(
         longest = max((len(stream.tokens) for stream in streams.values()), default=0)
         raise TextError(
             f"too little text for one window of {length} tokens: the longest of {len(streams)} topics has "
-            f"{longest} tokens"
+            f"{longest} tokens here. Parts of a text are kept for other uses; give several times as much"
         )
     return np.stack([window for _, window in windows]), [topic for topic, _ in windows]
 

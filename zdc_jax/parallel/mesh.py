@@ -65,9 +65,10 @@ class MeshConfig:
         sizes: dict[str, int] = {}
         for item in text.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
-            if name not in allowed or name in sizes or not size.isdecimal():
+            if name not in allowed or name in sizes or not size.isdecimal() or not int(size):
                 raise MeshError(
-                    f"mesh={text!r}: {item!r} is not AXIS=SIZE; allowed axes are {allowed}, each at most once"
+                    f"mesh={text!r}: {item!r} is not AXIS=SIZE; allowed axes are {allowed}, each at most "
+                    "once, and sizes from 1"
                 )
             sizes[name] = int(size)
         return cls(**sizes)

@@ -5,6 +5,7 @@ tokens of the plan.
 """
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def plan_from_error(
     Raises:
       PlanError: the limit is outside (0, 1).
     """
-    if not 0 < max_score_error < 1:
+    if not (isinstance(max_score_error, Real) and 0 < max_score_error < 1):
         raise PlanError(f"{max_score_error=} must lie strictly between 0 and 1")
     _, K, H = basis.qk_spectrum.shape
     allowed = np.array(allowed_ranks(H)[1:])

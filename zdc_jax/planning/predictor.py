@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from numbers import Real
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -211,7 +212,7 @@ class Predictor:
           context: context length for the cache size, in tokens.
 
         Raises:
-          PlanError: `max_degradation` is not positive.
+          PlanError: `max_degradation` is not between 0 and 1.
         """
         check_limit(max_degradation)
         forecast = self.forecast(config, profile)
@@ -222,9 +223,9 @@ class Predictor:
 
 
 def check_limit(max_degradation: float) -> None:
-    """Raise `PlanError` unless `max_degradation` is positive."""
-    if not max_degradation > 0:
-        raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
+    """Raise `PlanError` unless `max_degradation` is a number between 0 and 1."""
+    if not (isinstance(max_degradation, Real) and 0 < max_degradation < 1):
+        raise PlanError(f"{max_degradation=} must lie strictly between 0 and 1 (0.02 means 2 %)")
 
 
 @cache
