@@ -109,7 +109,7 @@ def test_an_answer_goes_back_to_the_tokens_before_a_refused_one(model, free, tol
 
 def test_masks_last_longer_after_each_refusal(model, told):
     job = Job(model, request_of("[ab]{99}"), told.append, Job.cancel, can_go_back=True)
-    for count in (MASKED_TOKENS, 2 * MASKED_TOKENS):
+    for count in (MASKED_TOKENS, 4 * MASKED_TOKENS):
         job.show_guide(spell(model, "x"))
         job.must_go_back = False
         for _ in range(count):

@@ -22,7 +22,7 @@ from zdc_jax.loading import TextModel
 logger = logging.getLogger("zdc_jax")
 
 MASKED_TOKENS = 8
-"""Tokens that get masks after the first one that a grammar refused; twice as many after each further one."""
+"""Tokens that get masks after the first refusal of a grammar; four times as many after each further one."""
 
 
 class Job:
@@ -219,7 +219,7 @@ class Job:
                 self._refused = PromptError(f"the grammar refuses the token {token}")
             else:
                 self.must_go_back = True
-                self._masked_until = self._accepted + (MASKED_TOKENS << self._refusals)
+                self._masked_until = self._accepted + MASKED_TOKENS * 4**self._refusals
                 self._refusals += 1
 
     def add_tokens(self, tokens: list[int], scores: Scores | None) -> bool:
