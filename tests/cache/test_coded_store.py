@@ -1,7 +1,5 @@
 """Store of quantized tokens against brute force: only far tokens are quantized."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +64,13 @@ def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
     q, k, v = (rng.normal(size=(T, heads, H)).astype(np.float32) for heads in (K * G, K, K))
     positions, end = jnp.arange(T)[None], jnp.array([T])
     new_q, new_k, new_v = (jnp.asarray(x)[None] for x in (q, k, v))
-    attend = jax.jit(partial(spec.attend, aux=None, call=Call(SCALE, "xla")))
-    done = attend(spec.create(1, capacity), new_q, NewTokens(NewKeys(new_k), new_v, positions, end))
+
+    @jax.jit
+    def attend(state, q, k, v):
+        new = NewTokens(NewKeys(k), v, positions, end)
+        return spec.attend(state, q, new, None, Call(SCALE, "xla"))
+
+    done = attend(spec.create(1, capacity), new_q, new_k, new_v)
     np.testing.assert_allclose(done.o[0], brute_force(spec, q, k, v), atol=3e-6)
 
 

@@ -164,11 +164,11 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     assert leading == [POOL, B]
 
 
-def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window, block_scores):
+def far_prefill(q, k, v, *, scale, starts, lengths, needed_from, keys, sinks, window, block_scores):
     """Attend like the kernel: read whole blocks as far as the last query sees, and nothing after them."""
     assert keys == "far"
     assert lengths is None
-    assert block_scores is None
+    assert (block_scores, needed_from) == (None, None)
     seen = starts + q.shape[1] - window
     read = jnp.arange(k.shape[2]) < -(-seen // LARGEST_BLOCK)[:, None] * LARGEST_BLOCK
     k, v = (jnp.where(read[:, None, :, None], x, 0) for x in (k, v))
