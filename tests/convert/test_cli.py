@@ -285,7 +285,7 @@ def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
     assert (value["method"], value["rotated"], value["settings"]) == ("quest", False, {"page": 8, "read": 16})
     assert main(["generate", model, "w3 w4", "--plan", str(plan), "--max-new-tokens", "2"]) == 0
     capsys.readouterr()
-    assert main(["plan", model, str(plan), "--method", "int8", "--qk", "16", "--v", "16"]) == 0
+    assert main(["plan", model, str(plan), "--method", "int8", "--qk", "16", "--v", "16", "--overwrite"]) == 0
     assert CompressionPlan.load(plan).rotated
 
 

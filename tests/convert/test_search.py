@@ -140,7 +140,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
     assert book.measure(CompressionPlan.full(book.config)).least_retention == pytest.approx(1, abs=1e-4)
     found = {}
     for least in (0.0, 0.99):
-        options = SearchOptions(10.0, "uniform", 12, min_retention=least)
+        options = SearchOptions(0.99, "uniform", 12, min_retention=least)
         found[least] = Search(book, options).run()
     assert found[0.99].least_retention >= 0.99 > found[0.0].least_retention
     assert found[0.99].bytes_share > found[0.0].bytes_share

@@ -70,13 +70,13 @@ def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
     monkeypatch.setattr("zdc_jax.planning.checked.CHECKS", 1)
 
     def measured(network, windows, batch):
-        return placed.append(network) or np.ones(len(windows)) * len(placed)
+        return placed.append(network) or np.full(len(windows), 0.1 * len(placed))
 
     monkeypatch.setattr("zdc_jax.planning.choose.window_nll", measured)
     asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}
     with pytest.warns(UserWarning, match="the model is not compressed"):
-        assert choose_plan(folder / "model", max_degradation=0.5, **asked) is None
+        assert choose_plan(folder / "model", max_degradation=0.05, **asked) is None
     assert [network.payload for network in placed] == ["native", "float8"]
-    found = choose_plan(folder / "model", max_degradation=10.0, **asked)
+    found = choose_plan(folder / "model", max_degradation=0.99, **asked)
     assert found == placed[-1].plan
     assert load(folder / "model", found, mesh=asked["mesh"], payload="float8").network.payload == "float8"
