@@ -112,7 +112,8 @@ class EngineStats:
       waiting: requests in the queue.
       cache_usage: share of the cache in use, from 0 to 1.
       prompt_tokens: prompt tokens, with those of an answer that another engine began.
-      generation_tokens: generated tokens, including those of a call after the end of an answer.
+      generation_tokens: generated tokens, including those of a call after the end of an answer, and
+        those from a token on that a grammar refused.
       prefix_queries: tokens looked up in the prefix cache.
       prefix_hits: tokens found in the prefix cache.
       preemptions: preempted requests.
