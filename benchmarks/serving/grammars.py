@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -45,8 +45,10 @@ ITEM = {
 """Schema of an entry."""
 GRAMMAR = Grammar.json({"type": "array", "items": ITEM, "minItems": 30})
 """Grammar of an answer, which no answer completes within `tokens`."""
-SIDES = {"none": (0, True), "free": (1, True), "masks": (1, False)}
-"""Share of `--masked` that has a grammar, and whether the engine shares pages, by side."""
+Side = Literal["none", "free", "masks"]
+"""Way to run."""
+SIDES: dict[Side, tuple[int, bool]] = {"none": (0, True), "free": (1, True), "masks": (1, False)}
+"""Share of `--masked` that has a grammar, and whether the engine shares pages, by way to run."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Options:
 
     model: Path
     plan: tuple[str, ...] = ("none",)
-    sides: tuple[str, ...] = tuple(SIDES)
+    sides: tuple[Side, ...] = tuple(SIDES)
     requests: int = 32
     masked: int = 8
     tokens: int = 256
@@ -119,6 +121,7 @@ def draw_requests(model: LanguageModel, options: Options, *, masked: int, number
                 stop_tokens=chat_stop_tokens(model) if sampling.grammar else (),
                 ignore_eos=True,
                 new_text=True,
+                salt=str(number),
             )
         )
     return found
@@ -134,10 +137,10 @@ def measure(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[float, l
     return sum(answers.tokens) / (time.perf_counter() - began), answers.tokens
 
 
-def run_side(model: LanguageModel, options: Options, side: str) -> dict[str, Any]:
+def run_side(model: LanguageModel, options: Options, side: Side) -> dict[str, Any]:
     """Return the row of one way to run."""
     share, reuse = SIDES[side]
-    masked, speeds, tokens = share * options.masked, [], 0
+    masked, speeds, tokens, refused = share * options.masked, [], 0, 0
     longest = max(len(each.prompt) for each in draw_requests(model, options, masked=0, number=0))
     config = EngineConfig(options.requests, longest + options.tokens + 8, reuse=reuse)
     with Engine(model, config) as engine:
@@ -145,13 +148,11 @@ def run_side(model: LanguageModel, options: Options, side: str) -> dict[str, Any
             before = engine.stats().rewinds
             speed, counts = measure(engine, draw_requests(model, options, masked=masked, number=number))
             if number == 0:
-                warm = engine.stats().rewinds
                 continue
             speeds.append(speed)
             tokens += sum(counts[:masked])
-            refused = engine.stats().rewinds - before
-            print(f"{side}: {speed:.0f} tokens per second, {refused} refused", flush=True)
-        refused = engine.stats().rewinds - warm
+            refused += engine.stats().rewinds - before
+            print(f"{side}: {speed:.0f} tokens per second, {refused} refused so far", flush=True)
     return {"side": side, "throughput": speeds, "tokens": tokens, "refused": refused}
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.serving.masked --model CONVERTED --plan none 3bit
 
 All clients send one request each at once, with prompts of random tokens. In each round they do so twice:
-without masks, and with a grammar in the requests of the first `--masked` clients. Masks are made on the host
-for each token: of JSON in microseconds, of the regular expression in half a millisecond. `throughput` counts
+without a grammar, and with one in the requests of the first `--masked` clients. Random weights choose what
+no grammar allows. So this is the worst case: such requests go back, and get masks for more and more tokens.
+The host makes masks: of JSON in microseconds, of the expression in half a millisecond. `throughput` counts
 output tokens per second from the first request to the last token; `kept` is its share with masks, as a
 median over rounds.
 """

@@ -114,7 +114,8 @@ def _run(name: str, arguments: list[str]) -> int:
         except JaxRuntimeError as error:
             if not any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
                 raise
-            print(f"error: {error}; lower the batch, the context or the cache", file=sys.stderr)
+            (reason, *_) = str(error).splitlines()  # A report on all buffers may follow.
+            print(f"error: {reason}; lower the batch, the context or the cache", file=sys.stderr)
             return 2
     return 0
 

@@ -70,7 +70,7 @@ class SimulatedStore(NearFar):
     def of(cls, spec: CodedStore) -> "SimulatedStore":
         """Return the simulation of a store."""
         near: dict[str, Any] = {"sinks": spec.sinks, "window": spec.window, "near_code": spec.near_code}
-        return cls(**spec.shape, R=spec.head_dim, Z=spec.head_dim, **near)
+        return cls(**spec.base_fields, R=spec.head_dim, Z=spec.head_dim, **near)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None

@@ -246,7 +246,7 @@ def far_pass(
         so.
     """
     *keys, values = planes
-    queries = or_plain(arranged, q, block_scores)
+    queries = get_queries(arranged, q, block_scores)
     return CodedPass(
         queries.q,
         keys,
@@ -276,7 +276,7 @@ def attend_passes(
     return o.reshape(-1, T, N, o.shape[-1]), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
-def or_plain(arranged: ArrangedQueries | None, q: Array, block_scores: Array | None) -> ArrangedQueries:
+def get_queries(arranged: ArrangedQueries | None, q: Array, block_scores: Array | None) -> ArrangedQueries:
     """Return queries as other kernels arranged them, or each query by itself."""
     return arranged or ArrangedQueries(_flat(q), None if block_scores is None else _flat(block_scores))
 

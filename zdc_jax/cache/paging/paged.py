@@ -52,7 +52,7 @@ class Paged(LayerCacheSpec):
     @classmethod
     def of(cls, spec: LayerCacheSpec, *, page: int, pages: int) -> "Paged":
         """Return `spec` with its tokens in pages."""
-        return cls(**spec.shape, spec=spec, page=page, pages=pages)
+        return cls(**spec.base_fields, spec=spec, page=page, pages=pages)
 
     def pooled(self, state: State) -> list[bool]:
         """Return, for each leaf, whether it is a page pool."""

@@ -19,7 +19,7 @@ from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
     attend_passes,
     coded_decode_refusal,
-    or_plain,
+    get_queries,
     table_of_rings,
     takes_kernels,
 )
@@ -168,7 +168,7 @@ class CodedRing(PrefixRing):
         planes = self.kernel_rings(state)
         assert planes is not None
         keys, values = planes
-        queries, B = or_plain(arranged, q, call.block_scores), len(positions)
+        queries, B = get_queries(arranged, q, call.block_scores), len(positions)
         return CodedPass(
             queries.q,
             [keys],

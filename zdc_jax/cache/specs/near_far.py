@@ -65,7 +65,7 @@ class NearFar(LayerCacheSpec):
     @property
     def near(self) -> PrefixRing:
         """Spec of the ring."""
-        ring = PrefixRing(**self.shape, R=0, Z=0, sinks=self.sinks, window=self.window)
+        ring = PrefixRing(**self.base_fields, R=0, Z=0, sinks=self.sinks, window=self.window)
         return ring if self.near_code is None else CodedRing.of(ring, self.near_code)
 
     @property

@@ -183,7 +183,7 @@ class LayerCacheSpec(ABC):
     exchange: ClassVar[Exchange | None] = None
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def base_fields(self) -> dict[str, Any]:
         """The fields that all specs have, for a spec of other storage."""
         return {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
 
