@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, read_source
-from convert.default_text import write_default_text, write_docstrings
+from convert.default_text import write_default_text, write_library
 from convert.judging import RULER_SAMPLES, Judge, Row
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
@@ -49,7 +49,7 @@ LARGER = (1.06, 1.12, 1.2, 1.3)
 """Bytes of the larger plans of the search, relative to the best one. They are judged if that one fails."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
-DEFAULT_TEXT = "language reference and docstrings of Python"
+DEFAULT_TEXT = "language reference, docstrings and code of Python's library"
 """Name of the default text in the file of a run, which continues only with the same text."""
 JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
 """Splits of the text on which plans are measured."""
@@ -162,8 +162,8 @@ def compress(
     Args:
       source: Hugging Face folder or GGUF file.
       output: folder to write.
-      texts: files or folders of text. Default: the language reference and the docstrings that Python ships,
-        enough for contexts of up to 8,192 tokens.
+      texts: files or folders of text. Default: the language reference that Python ships, and the docstrings
+        and the code of its library. They fill 56 documents of 8,192 tokens.
       options: default `CompressOptions()`.
       overwrite: replace an existing output.
       watch: receives a line of text at each stage.
@@ -182,7 +182,7 @@ def compress(
     state = _State.open(output, run, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        paths = texts or [write_default_text(folder / "reference"), write_docstrings(folder / "docstrings")]
+        paths = texts or [write_default_text(folder / "reference"), *write_library(folder)]
         documents = list(read_documents(paths))
         # Text that is too short fails before any work. A run that continues needs no source.
         is_new = overwrite or not output.exists()
@@ -301,11 +301,11 @@ def _search(
             watch(f"best so far: {describe_bytes(best)} at {best.increase:+.2%}")
 
     search = CodedSearch(books, limits, tell, began)
-    plans = {}
+    plans = dict[str, CompressionPlan]()
     with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
-        plans["searched"] = books.simulated.bind(search.run().plan)
-        larger = search.list_larger(LARGER)
-        plans |= {f"searched, {factor:.0%} of the bytes": plan for factor, plan in larger}
+        found = [books.simulated.bind(search.run().plan), *search.list_larger(LARGER)]
+        full = CompressionPlan.full(checkpoint.config).bytes(material.context)
+        plans = {f"searched, {plan.bytes(material.context) / full:.1%}": plan for plan in found}
     for name in FALLBACKS:
         plans[name] = coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
     return dict(sorted(plans.items(), key=lambda item: item[1].bytes(material.context)))

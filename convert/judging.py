@@ -127,14 +127,24 @@ class Judge:
         self.ruler: dict[str, PosedTask | None] = {}  # None for a task that does not count.
 
     def holds(self, name: str) -> bool:
-        """Measure a plan until it fails, and return whether it holds all limits."""
+        """Measure a plan until it fails, say why, and return whether it holds all limits."""
         self.watch(f"judging {name}")
+        failure = self._find_failure(name)
+        self.watch(f"{name} holds the limits" if failure is None else f"{name} fails: {failure}")
+        return failure is None
+
+    def _find_failure(self, name: str) -> str | None:
+        """Measure a plan, and return the first limit that it does not hold."""
         report = self.report(name)
-        if report["perplexity"]["increase"] > self.max_loss:
-            return False
-        if not all(map(is_retained, report["tasks"].values())):
-            return False
-        return all(map(is_score_kept, self._list_scores(name)))
+        if (increase := report["perplexity"]["increase"]) > self.max_loss:
+            return f"perplexity rises by {increase:.2%}, limit {self.max_loss:.2%}"
+        for task, kept in report["tasks"].items():
+            if not is_retained(kept):
+                return _describe_loss(task, kept["retention"], kept["interval"], JUDGED_BOUND)
+        for task, score in self._list_scores(name):
+            if not is_score_kept(score):
+                return _describe_loss(task, score["ratio"], score["ratio_interval"], RULER_BOUND)
+        return None
 
     def report(self, name: str) -> Any:
         """Return the report of a plan: perplexity, document tasks, and tasks of RULER measured so far."""
@@ -162,8 +172,8 @@ class Judge:
             self._time(self._load(name)),
         )
 
-    def _list_scores(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the plan's score in each task of RULER that counts, measured when it is asked for."""
+    def _list_scores(self, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield each task of RULER that counts with the plan's score, measured when it is asked for."""
         scores = self.report(name)["ruler"]
         for task in RULER_TASKS:
             if task not in scores and (posed := self._pose(task)) is not None:
@@ -172,7 +182,7 @@ class Judge:
                 self.state.save()
                 self.watch(f"{task}: {score.score:.2f}; in 16 bits {score.dense:.2f}")
             if task in scores:
-                yield scores[task]
+                yield task, scores[task]
 
     def _pose(self, task: str) -> PosedTask | None:
         """Return a task of RULER; None if it does not count, which is said once."""
@@ -258,6 +268,12 @@ def is_score_kept(score: Mapping[str, Any]) -> bool:
     Gains count as losses do. Where the unmodified model is often wrong, any noise changes single answers.
     """
     return score["ratio"] >= JUDGED_RETENTION and score["ratio_interval"][0] >= RULER_BOUND
+
+
+def _describe_loss(task: str, kept: float, interval: tuple[float, float] | None, bound: float) -> str:
+    """Return what a plan keeps of a task, and the limits."""
+    lowest = "" if interval is None else f", lowest {interval[0]:.3f} (limit {bound:.2f})"
+    return f"{task} keeps {kept:.3f} (limit {JUDGED_RETENTION:.2f}){lowest}"
 
 
 def _find_worst(report: Mapping[str, Any]) -> float | None:

@@ -1,6 +1,7 @@
 """`zdc compress`: one command from a checkpoint to a judged plan."""
 
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -36,14 +37,16 @@ class Compress:
     overwrite: bool = False
 
     def run(self, console: Console) -> None:
+        began = time.monotonic()
+
+        def say(text: str) -> None:
+            minutes, seconds = divmod(int(time.monotonic() - began), 60)
+            print(f"{minutes:3}:{seconds:02} {text}", file=sys.stderr, flush=True)
+
         outcome = compress(
-            self.source, self.output, self.texts, self.options, overwrite=self.overwrite, watch=_say
+            self.source, self.output, self.texts, self.options, overwrite=self.overwrite, watch=say
         )
         _print_outcome(console, outcome, self)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> None:

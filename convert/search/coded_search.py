@@ -217,7 +217,7 @@ class CodedSearch(Search):
             )
         return super().run()
 
-    def list_larger(self, factors: Sequence[float]) -> list[tuple[float, CompressionPlan]]:
+    def list_larger(self, factors: Sequence[float]) -> list[CompressionPlan]:
         """Return plans of least predicted loss that store at most these multiples of the best plan's bytes.
 
         Only after `run`. The plans are bound to the model. A factor is left out if it has no larger plan than
@@ -234,7 +234,7 @@ class CodedSearch(Search):
         for factor in factors:
             fitting = (plan for plan in plans if last < self.size(plan) <= factor * smallest)
             if (plan := max(fitting, key=self.size, default=None)) is not None:
-                larger.append((factor, plan))
+                larger.append(plan)
                 last = self.size(plan)
         return larger
 

@@ -117,10 +117,10 @@ def test_larger_plans_lose_less():
     search = CodedSearch(books_of(book), SearchOptions(0.8))
     best = search.run()
     larger = search.list_larger((1.0, 1.3, 1.3, 1.6))  # No plan twice.
-    assert [factor for factor, _ in larger] == [1.3, 1.6]
-    sizes = [search.size(plan) / search.size(best.plan) for _, plan in larger]
+    sizes = [search.size(plan) / search.size(best.plan) for plan in larger]
+    assert len(sizes) == 2
     assert 1 < sizes[0] <= 1.3 < sizes[1] <= 1.6
-    losses = [best.increase, *(book.measure(plan).increase for _, plan in larger)]
+    losses = [best.increase, *(book.measure(plan).increase for plan in larger)]
     assert losses == sorted(losses, reverse=True)
 
 

@@ -12,9 +12,9 @@ import pytest
 from convert import compress as compress_module
 from convert import judging
 from convert.cli.main import main
-from convert.compress import JUDGED_SPLITS, CompressOptions, compress
+from convert.compress import SEARCH_DOCUMENTS, CompressOptions, compress
 from convert.conversion import convert
-from convert.default_text import write_default_text
+from convert.default_text import write_default_text, write_library
 from convert.judging import RULER_TASKS, Judge, choose_batch, is_retained, is_score_kept
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -71,6 +71,7 @@ def few(converted, monkeypatch):
             shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(converted.path, output)
 
+    monkeypatch.setattr(compress_module, "write_library", lambda folder: [])  # The reference suffices.
     monkeypatch.setattr(compress_module, "convert", copy)
     monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
     monkeypatch.setattr(Judge, "report", report)
@@ -100,9 +101,11 @@ def test_a_context_beyond_the_model_is_lowered_and_said(few, tmp_path):
 
 
 def test_a_plan_that_fails_the_judgement_gives_way_to_more_bits(few, tmp_path):
-    few["searched"] = 0.02
-    outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS)
+    few["searched"], said = 0.02, list[str]()
+    outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS, watch=said.append)
     assert (outcome.rows[1].name, outcome.within) == ("8bit", True)
+    assert "searched fails: perplexity rises by 2.00%, limit 1.00%" in said
+    assert said[-1] == "8bit holds the limits"
     few["8bit"] = 0.02
     outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS, overwrite=True)
     assert (outcome.rows[1].name, outcome.within) == ("8bit", False)
@@ -168,9 +171,24 @@ def test_the_default_text_is_long_enough_to_judge(few, tmp_path, monkeypatch):
         config = replace(config, max_positions=8192)
         return read(config, tokenizer, plan, documents, split=split, **options | {"contexts": (8192,)})
 
+    monkeypatch.setattr(compress_module, "write_library", write_library)
     monkeypatch.setattr(compress_module, "prepare", prepare)
     assert compress(SOURCE, tmp_path / "model").within
-    assert min(sizes[split] for split in JUDGED_SPLITS) > 1.5 * 4.3 * 8 * 8192
+    assert sizes["report"] > 4.3 * CompressOptions().documents * 8192
+    assert sizes["search"] > 4.3 * SEARCH_DOCUMENTS * 8192
+
+
+def test_no_text_of_the_library_is_written_twice(tmp_path):
+    docstrings, code = write_library(tmp_path)
+    text = read_all(code)
+    assert "class Mapping(Collection):" in text
+    assert "A Mapping is a generic container" in read_all(docstrings)
+    assert "A Mapping is a generic container" not in text
+
+
+def read_all(folder: Path) -> str:
+    """Return the text of all files in a folder."""
+    return "".join(path.read_text() for path in folder.iterdir())
 
 
 def test_calibration_reads_at_least_one_context(converted):
@@ -179,7 +197,7 @@ def test_calibration_reads_at_least_one_context(converted):
 
 
 def test_too_little_default_text_fails_with_the_flag_for_more(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compress_module, "write_docstrings", lambda folder: folder.mkdir() or folder)
+    monkeypatch.setattr(compress_module, "write_library", lambda folder: [])
     assert main(["compress", str(SOURCE), str(tmp_path / "model")]) == 2
     assert "choose a shorter context; for text of your own use --texts" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
@@ -241,10 +259,10 @@ def find_bits(network) -> int | None:
     return getattr(settings, "bits_k", None)
 
 
-@pytest.mark.full
 def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_path):
-    judged.lost = [(3, "vt")]
-    outcome = compress(SOURCE, tmp_path / "model", options=MANY)
+    judged.lost, said = [(3, "vt")], list[str]()
+    outcome = compress(SOURCE, tmp_path / "model", options=MANY, watch=said.append)
+    assert "searched fails: vt keeps 0.000 (limit 0.95), lowest 0.000 (limit 0.90)" in said
     assert (outcome.rows[1].name, outcome.within, outcome.rows[1].worst) == ("8bit", True, 1.0)
     assert judged.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "fwe")]
 
