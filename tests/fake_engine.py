@@ -63,6 +63,7 @@ class FakeEngine:
         self._spelled = answer
         self.submitted: list[EngineRequest] = []
         self.tickets: list[FakeTicket] = []
+        self.max_requests = 128
         self._room, self._running, self._closed = room, 0, False
         self._lock, self._pool = threading.Lock(), ThreadPoolExecutor(32)
 

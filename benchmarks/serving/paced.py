@@ -1,6 +1,7 @@
 """An engine that computes nothing, to measure its surroundings, and servers in processes."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ TICK = 0.02
 class Paced:
     """An engine that gives a token every 20 ms and computes nothing (`Serving`)."""
 
-    closing = False
+    closing, max_requests = False, sys.maxsize
 
     def __init__(self, model: TextModel):
         self.model, self.max_model_len = model, 512

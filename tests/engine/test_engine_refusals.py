@@ -190,6 +190,7 @@ def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine.submit(long, first)
     assert began.wait(60)
     engine.submit(long, second)
+    assert engine.max_requests == 2
     with pytest.raises(Busy, match=r"the queue is full \(1 waiting requests\)"):
         ask(engine, long)
     full.set()

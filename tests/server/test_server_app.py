@@ -480,6 +480,26 @@ def test_too_many_answers_of_one_body_are_refused_by_name(client):
     assert "20 prompts with n=8; at most 128 answers" in error(response, 400)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "on", "n": 4}, "n"),
+        (CHATS, {"messages": HELLO, "n": 4}, "n"),
+        (COMPLETIONS, {"prompt": ["on"] * 4}, "prompt"),
+        (COMPLETIONS, {"prompt": ["on"] * 2, "n": 2}, "prompt"),
+    ],
+)
+def test_more_answers_than_a_server_can_queue_are_refused_by_name(client, engine, path, body, param):
+    engine.max_requests = 3
+    described = error(client.post(path, json=body), 400)
+    assert described["param"] == param
+    assert described["message"].startswith(param)
+    assert described["message"].endswith("at most 3 answers are allowed at a time")
+    assert not engine.submitted
+    engine.max_requests = 4
+    assert client.post(path, json=body).status_code == 200
+
+
 def test_an_engine_that_cannot_go_on_is_not_healthy(engine, client):
     assert client.get("/health").status_code == 200
     engine.close(drain=False, timeout=0)

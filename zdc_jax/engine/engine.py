@@ -82,6 +82,11 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} must be at least 2: a prompt token and a generated one"
             )
 
+    @property
+    def max_requests(self) -> int:
+        """Most running and waiting requests."""
+        return self.max_sequences + self.max_waiting
+
     def served_length(self, positions: int) -> int:
         """Return `max_model_len` for a model with `positions` positions.
 
@@ -218,6 +223,10 @@ class Engine:
         with self._changed:
             self._cancelled.append(job)
             self._changed.notify()
+
+    @property
+    def max_requests(self) -> int:
+        return self.config.max_requests
 
     @property
     def cache_tokens(self) -> int:

@@ -150,6 +150,10 @@ class Serving(Protocol):
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its answer together."""
 
+    @property
+    def max_requests(self) -> int:
+        """Most running and waiting requests; an idle engine refuses further ones."""
+
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Ticket:
         """Queue a request.
 

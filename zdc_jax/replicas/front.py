@@ -62,7 +62,7 @@ class Front:
 
     def __init__(self, model: TextModel, max_model_len: int, fleet: Fleet, max_requests: int):
         self.model, self.max_model_len, self.closing = model, max_model_len, False
-        self._fleet, self._max_requests = fleet, max_requests
+        self._fleet, self.max_requests = fleet, max_requests
         self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> asyncio.Task[None]:
@@ -73,8 +73,8 @@ class Front:
         check_request(self.model, self.max_model_len, request)
         if self.closing:
             raise Closing("the server is closing and accepts no more requests")
-        if len(self._tasks) >= self._max_requests:
-            raise Busy(f"the queue is full ({self._max_requests} running or waiting requests); retry later")
+        if len(self._tasks) >= self.max_requests:
+            raise Busy(f"the queue is full ({self.max_requests} running or waiting requests); retry later")
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._relay(request, notify))
         self._tasks[task] = loop

@@ -54,8 +54,7 @@ class ReplicaSettings:
     @property
     def max_requests(self) -> int:
         """Most running and waiting requests of one replica."""
-        config = EngineConfig(**self.engine)
-        return config.max_sequences + config.max_waiting
+        return EngineConfig(**self.engine).max_requests
 
     def new_engine(self) -> Serving:
         """Load the model and start an engine."""

@@ -122,6 +122,8 @@ class Api:
         """Submit a request to the engine, and answer whole or as a stream."""
         body = await self._read(kind, http)
         self._check_model(body.model)
+        if isinstance(body, GenerationRequest):
+            body.check_answers(self.engine.max_requests)
         # Templates and tokenizers may take long, and must not block other clients.
         requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
         reply = new_reply(body.model or self.names[0], self.engine.model, body, requests)

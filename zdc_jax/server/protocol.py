@@ -160,6 +160,17 @@ class GenerationRequest(StructuredRequest, ABC):
         """
         return None
 
+    def check_answers(self, most: int) -> None:
+        """Raise `RequestError` if the body asks for more answers than a server can run and queue."""
+        prompts, most = self._count_prompts(), min(most, MAX_REQUESTS)
+        if prompts * self.n > most:
+            asked = f"n={self.n}" if prompts == 1 else f"prompt: {prompts} prompts with n={self.n}"
+            message = f"{asked}; at most {most} answers are allowed at a time"
+            raise RequestError(message, param="n" if prompts == 1 else "prompt")
+
+    def _count_prompts(self) -> int:
+        return 1
+
     @property
     def _limit_field(self) -> str:
         """Name of the field that limits the answer's tokens."""
@@ -291,12 +302,10 @@ class CompletionRequest(GenerationRequest):
     def _check_fields_together(self) -> Self:
         if self.echoes_only and not self.echo:
             raise RequestError("max_tokens=0 needs echo=true; otherwise send at least 1", param="max_tokens")
-        if len(self.prompts) * self.n > MAX_REQUESTS:
-            message = (
-                f"{len(self.prompts)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
-            )
-            raise RequestError(message, param="prompt")
         return self
+
+    def _count_prompts(self) -> int:
+        return len(self.prompts)
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         limit = COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
