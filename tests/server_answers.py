@@ -6,7 +6,7 @@ from typing import Any
 from fake_engine import ANSWER
 from tiny_tokenizers import chat_tokenizer
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
 LENGTH = len(chat_tokenizer().encode(ANSWER).ids)
 

@@ -2,11 +2,13 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from chat_templates import CHATML
 from fake_engine import FakeEngine
-from server_answers import CHATS, COMPLETIONS, HELLO, error
+from server_answers import CHATS, COMPLETIONS, HELLO, RESPONSES, error
 from starlette.testclient import TestClient
 from tiny_tokenizers import chat_tokenizer
 
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.server.app import make_app
 from zdc_jax.server.body import read_body
 from zdc_jax.server.errors import RequestError
@@ -222,26 +224,47 @@ def test_more_tokens_than_fit_are_the_tokens_that_fit(client, engine, field):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "says"),
+    ("path", "limits", "answer"),
     [
-        (COMPLETIONS, {"prompt": [[1], [1] * 200]}, "201 tokens (200 in the prompt, 1 in the completion)"),
-        (
-            COMPLETIONS,
-            {"prompt": [1] * 9, "min_tokens": 195, "max_tokens": 300},
-            "204 tokens (9 in the prompt",
-        ),
-        (CHATS, {"messages": [{"role": "user", "content": "a" * 200}]}, " in the messages, 1 in the"),
+        (COMPLETIONS, {}, 16),
+        (COMPLETIONS, {"max_tokens": 5}, 5),
+        (COMPLETIONS, {"max_tokens": 300}, 300),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True}, 1),
+        (CHATS, {}, 1),
+        (CHATS, {"min_tokens": 7}, 7),
+        (CHATS, {"max_tokens": 5}, 5),
+        (CHATS, {"max_tokens": 300, "min_tokens": 7}, 300),
+        (CHATS, {"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        (RESPONSES, {}, 1),
+        (RESPONSES, {"max_output_tokens": 5}, 5),
+        (RESPONSES, {"max_output_tokens": 300}, 300),
     ],
+    ids=str,
 )
-def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, body, says):
-    described = error(client.post(path, json=body), 400)
-    assert described["message"].startswith(
-        "This model's maximum context length is 200 tokens. However, you requested "
+def test_prompts_without_room_are_refused_as_openai_does(client, engine, path, limits, answer):
+    text = "a" * 300
+    field, content = {
+        COMPLETIONS: ("prompt", ["a", [1] * 250]),
+        CHATS: ("messages", [{"role": "user", "content": text}]),
+        RESPONSES: ("input", text),
+    }[path]
+    length = 250
+    if path != COMPLETIONS:
+        rendered = ChatTemplate(CHATML).render([{"role": "user", "content": text}])
+        length = len(chat_tokenizer().encode(rendered).ids)
+    described = error(client.post(path, json={field: content} | limits), 400)
+    assert described["message"] == (
+        f"This model's maximum context length is 200 tokens. However, you requested {length + answer} tokens "
+        f"({length} in the {field}, {answer} in the completion). Please reduce the length of the {field}."
     )
-    assert says in described["message"]
-    assert described["code"] == "context_length_exceeded"
-    assert described["param"] in body
+    assert (described["code"], described["param"]) == ("context_length_exceeded", field)
     assert not engine.submitted
+
+
+def test_fewest_tokens_that_no_prompt_leaves_are_refused_by_name(client):
+    described = error(client.post(CHATS, json={"messages": HELLO, "min_tokens": 200}), 400)
+    assert described["message"] == "min_tokens=200 must be less than the context of 200 tokens"
+    assert described["param"] == "min_tokens"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])

@@ -49,7 +49,7 @@ def make_length_error(param: str, prompt: int, answer: int, max_model_len: int) 
     Args:
       param: request field with the prompt.
       prompt: number of prompt tokens.
-      answer: fewest tokens of the answer.
+      answer: most tokens of the answer, as the client set them; without a limit the fewest.
       max_model_len: most tokens of a prompt and its answer together.
     """
     return RequestError(

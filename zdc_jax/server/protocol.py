@@ -238,19 +238,22 @@ class GenerationRequest(StructuredRequest, ABC):
         with report_errors_of(field.split(".")[0], prefix=f"{field}: "):
             compile_grammar(model, grammar)
 
-    def _limit_answer(self, limit: int, prompt: Sequence[int], max_model_len: int, param: str) -> int:
+    def _limit_answer(self, limit: int | None, prompt: Sequence[int], max_model_len: int, param: str) -> int:
         """Return the most tokens of an answer, at most `limit` and what the prompt leaves.
 
         Raises:
           RequestError: that is less than one token, or less than `min_tokens`.
         """
-        if self.min_tokens > limit:
+        if limit is not None and self.min_tokens > limit:
             message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={limit}"
+            raise RequestError(message, param="min_tokens")
+        if self.min_tokens >= max_model_len:
+            message = f"min_tokens={self.min_tokens} must be less than the context of {max_model_len} tokens"
             raise RequestError(message, param="min_tokens")
         room, fewest = max_model_len - len(prompt), max(1, self.min_tokens)
         if room < fewest:
-            raise make_length_error(param, len(prompt), fewest, max_model_len)
-        return min(limit, room)
+            raise make_length_error(param, len(prompt), limit or fewest, max_model_len)
+        return min(limit or room, room)
 
     def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
         """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request."""
@@ -375,7 +378,7 @@ class ChatRequest(GenerationRequest):
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         prompt = self._encode_messages(model)
-        limit = self.max_completion_tokens or self.max_tokens or max_model_len
+        limit = self.max_completion_tokens or self.max_tokens
         limit = self._limit_answer(limit, prompt, max_model_len, "messages")
         logprobs = self.top_logprobs if self.logprobs else None
         stop_tokens, new_text = chat_stop_tokens(model), not self.continue_final_message
