@@ -82,7 +82,7 @@ class CompressOptions:
             raise EvaluationError(f"max_loss={self.max_loss} must lie between 0 and 1, such as 0.01 for 1 %")
         if not self.minutes > 0:
             raise EvaluationError(f"minutes={self.minutes} must be above 0")
-        for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1)):
+        for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1), ("seed", 0)):
             if (value := getattr(self, name)) < least:
                 raise EvaluationError(f"{name}={value} must be at least {least}")
 

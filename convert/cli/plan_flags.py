@@ -14,7 +14,7 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError, foreign_errors_as
 from zdc_jax.loading import stored_basis
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import RANK_STEP, CompressionPlan
 from zdc_jax.planned_layers import MethodSettings
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.spectrum import plan_from_spectrum
@@ -131,6 +131,12 @@ class PlanFlags:
     def _make_uniform(self, config: ModelConfig) -> CompressionPlan:
         """Return the plan with the same ranks in all layers; all coordinates by default."""
         qk, v = (config.head_dim if rank is None else rank for rank in (self.qk, self.v))
+        if (qk == 0) != (v == 0):
+            flag, other = ("--qk", "--v") if qk == 0 else ("--v", "--qk")
+            raise PlanError(
+                f"{flag} 0: a layer without older keys or values drops these tokens; "
+                f"add {other} 0 and --window, or keep at least {RANK_STEP} coordinates"
+            )
         return CompressionPlan.uniform(config, qk=qk, v=v, window=self.window, sinks=self.sinks)
 
 

@@ -220,7 +220,8 @@ def draw_windows(
     """
     if count < 1:
         raise TextError(f"count={count}: must be at least 1 window")
-    context = context or min(checkpoint.config.max_positions, WINDOW_TOKENS)
+    if context is None:
+        context = min(checkpoint.config.max_positions, WINDOW_TOKENS)
     options = CalibrationOptions(context=context, batch=batch, seed=seed)
     length = options.window_length(checkpoint.config)
     options = replace(options, tokens=count * length)

@@ -308,6 +308,18 @@ def test_inspect_checks_hashes(folder, capsys):
         (["convert", "{}/hf", "{}/model"], "--overwrite"),
         (["generate", "{}/hf", "w3"], "zdc convert"),
         (["plan", "{}/model", "{}/plan.json", "--qk", "17"], "--qk 17"),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "0"], "--qk 0: a layer without older keys"),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "0", "--window", "8"], "add --v 0 and --window"),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--qk", "16", "--v", "0"],
+            "--v 0: a layer without older keys or values drops these tokens; add --qk 0 and --window, or "
+            "keep at least 16 coordinates",
+        ),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--texts", "{}/model", "--context", "0"],
+            "--context 0: must be at least 2 tokens",
+        ),
+        (["compress", "{}/hf", "{}/out", "--seed", "-1"], "--seed -1 must be at least 0"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--qk", "16"], "only one of --qk/--v"),
         (["generate", "{}/model", "w3", "w4", "--stream"], "only one prompt"),
         (["generate", "{}/model", ""], "empty"),
