@@ -11,6 +11,8 @@ from typing import Any
 
 import tyro
 
+from convert.cli.choices import CHOICES
+
 DESCRIPTION = """Compress the KV cache of a language model.
 
 `zdc compress` does all at once: it converts a model, calibrates it, and finds and judges a plan. The other
@@ -76,7 +78,12 @@ def _summarize(name: str) -> Callable[..., Any]:
 def _parse(arguments: list[str], commands: dict[str, Callable[..., Any]]) -> Any:
     """Return the command that the arguments describe."""
     return tyro.extras.subcommand_cli_from_dict(
-        commands, prog="zdc", description=DESCRIPTION, args=arguments, config=(tyro.conf.DisallowNone,)
+        commands,
+        prog="zdc",
+        description=DESCRIPTION,
+        args=arguments,
+        config=(tyro.conf.DisallowNone,),
+        registry=CHOICES,
     )
 
 

@@ -543,6 +543,29 @@ def test_the_certificate_is_said_at_each_quarter(head_dim, kept):
     assert re.findall(r"^│ +(\d+) ", console.file.getvalue(), re.MULTILINE) == kept.split()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "choices"),
+    [
+        (["serve", "m", "--dtype"], "'float32', 'bfloat16', 'float16'"),
+        (["convert", "m", "o", "--dtype"], "'float32', 'bfloat16', 'float16'"),
+        (["plan", "m", "p.json", "--preset"], "'8bit', '4bit', '3bit'"),
+    ],
+)
+@pytest.mark.parametrize("typed", ["5bit", "None"])
+def test_an_error_lists_the_choices_that_can_be_typed(arguments, choices, typed, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, typed])
+    assert stopped.value.code == 2
+    words = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert f"invalid choice '{typed}' for argument '{arguments[-1]}'. Expected one of ({choices})" in words
+
+
+def test_completions_list_the_choices_that_can_be_typed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--tyro-print-completion", "bash"])
+    assert "'None'" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", SUMMARIES)
 def test_help_lists_flat_flags(command, capsys):
     with pytest.raises(SystemExit) as stopped:
