@@ -85,7 +85,7 @@ class FakeEngine:
         return self._closed
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._running, 4, 0.5, 60, 70, 80, 90, 100)
+        return EngineStats(self._running, 4, 0.5, 60, 70, 80, 90, 100, 110)
 
     def close(self, *, drain: bool, timeout: float) -> None:
         """Drain until the timeout, then cancel."""

@@ -176,4 +176,4 @@ def test_what_cannot_be_served_is_refused_at_the_front(engines):
 
 
 def test_stats_are_sums_and_the_cache_is_used_on_average(engines):
-    assert made(LocalFleet(engines)).stats() == EngineStats(0, 8, 0.5, 120, 140, 160, 180, 200)
+    assert made(LocalFleet(engines)).stats() == EngineStats(0, 8, 0.5, 120, 140, 160, 180, 200, 220)

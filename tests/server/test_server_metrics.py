@@ -30,6 +30,7 @@ def test_an_engine_is_asked_for_its_numbers():
         "vllm:prefix_cache_queries_total": 80,
         "vllm:prefix_cache_hits_total": 90,
         "vllm:num_preemptions_total": 100,
+        "vllm:num_grammar_rewinds_total": 110,
     }
     assert found.items() >= expected.items()
 

@@ -181,6 +181,7 @@ class EngineCollector(Collector):
         }
         counters = {
             "num_preemptions": ("Preempted requests", stats.preemptions),
+            "num_grammar_rewinds": ("Answers read again after a token that a grammar refused", stats.rewinds),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.prefix_hits),
             "prompt_tokens": ("Prompt tokens", stats.prompt_tokens),
