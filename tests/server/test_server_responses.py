@@ -136,9 +136,20 @@ def test_a_failure_in_a_stream():
             'input[0].output="b" is not a field of items of type "message"',
         ),
         (
-            {"input": [{"type": "reasoning", "summary": []}]},
+            {"input": [{"type": "item_reference", "id": "rs_1"}]},
             "input[0].type",
-            "input[0].type=\"reasoning\" must be 'message', 'function_call' or 'function_call_output'",
+            "input[0].type=\"item_reference\" must be 'message', 'function_call', 'function_call_output' or "
+            "'reasoning'",
+        ),
+        (
+            {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}]},
+            "input[0].content[0].type",
+            'input[0].content[0].type="reasoning_text" is not supported',
+        ),
+        (
+            {"input": [{"type": "reasoning", "content": [{"type": "text", "text": "a"}]}]},
+            "input[0].content",
+            'is not a field of items of type "reasoning"',
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
@@ -179,6 +190,25 @@ def test_a_schema_that_cannot_be_used_is_named():
     with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.parameters: json=") as refused:
         ask(tool_engine("No.", HERMES), tools=[tool], tool_choice="required")
     assert refused.value.param == "tools[0].parameters"
+
+
+def test_reasoning_of_other_models_is_left_out():
+    engine = tool_engine("No.", HERMES)
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "So"}]}
+    items = [
+        {"role": "user", "content": "1 + 2?"},
+        thoughts | {"content": [], "encrypted_content": "a", "status": "completed"},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        thoughts,
+        {"role": "assistant", "content": "3."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    ask(engine, input=items, include=["reasoning.encrypted_content"])
+    ask(engine, input=[item for item in items if item.get("type") != "reasoning"])
+    with_thoughts, without = prompts(engine)
+    assert with_thoughts == without
 
 
 def test_system_messages_become_one():

@@ -54,7 +54,8 @@ REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = REFUSED | {"echo": OFF}
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("conversation", "image", "max_tool_calls", "moderation"), ()),
     **dict.fromkeys(("previous_response_id", "prompt"), ()),
-    **dict.fromkeys(("context_management", "include"), EMPTY_LIST),
+    "context_management": EMPTY_LIST,
+    "include": ([], ["reasoning.encrypted_content"]),
     "background": OFF,
     "top_logprobs": (0,),
     "truncation": ("disabled",),

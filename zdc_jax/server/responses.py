@@ -38,7 +38,7 @@ Text = str | list[ResponsePart]
 
 
 class InputItem(Body):
-    """Message, call of a tool, or result of a call.
+    """Message, call of a tool, result of a call, or reasoning of another model, which is ignored.
 
     Attributes:
       type: kind of the item.
@@ -50,14 +50,15 @@ class InputItem(Body):
       output: result of a call.
     """
 
-    ignored: ClassVar = IGNORED_IN_MESSAGES | {"id", "status", "phase"}
+    ignored: ClassVar = IGNORED_IN_MESSAGES | {"id", "status", "phase", "summary", "encrypted_content"}
     needed: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
+        "reasoning": (),
     }
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Text | None = None
     call_id: str | None = None
@@ -69,7 +70,8 @@ class InputItem(Body):
     def _check_fields(self) -> Self:
         needed = self.needed[self.type]
         for name in dict.fromkeys(name for names in self.needed.values() for name in names):
-            if (getattr(self, name) is None) == (name in needed):
+            value = getattr(self, name)
+            if value is None if name in needed else value not in (None, []):
                 verb = "is required" if name in needed else "is not a field"
                 raise make_refusal(name, f'{verb} of items of type "{self.type}"')
         return self
@@ -82,7 +84,7 @@ class InputItem(Body):
             messages.append(
                 {"role": "tool", "tool_call_id": self.call_id, "content": join_parts(self.output)}
             )
-        else:
+        elif self.type == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
             call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
