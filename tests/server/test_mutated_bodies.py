@@ -40,6 +40,7 @@ BODIES = {
         "logprobs": True,
         "top_logprobs": 2,
         "chat_template_kwargs": {"enable_thinking": False},
+        "stream": True,
         "stream_options": {"include_usage": True},
     },
     "/v1/responses": {

@@ -144,7 +144,7 @@ def test_echo(client, prompt):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_without_an_answer(client, stream):
     asked = {"prompt": [[5, 6, 9]], "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
-    response = client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}})
+    response = client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": stream}})
     bodies = events(response) if stream else [response.json()]
     (choice,) = bodies[0]["choices"]
     assert choice["text"] == chat_tokenizer().decode([5, 6, 9])

@@ -267,6 +267,16 @@ def test_fewest_tokens_that_no_prompt_leaves_are_refused_by_name(client):
     assert described["param"] == "min_tokens"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
+def test_options_of_a_stream_need_a_stream(client, path):
+    body = {COMPLETIONS: {"prompt": "on"}, CHATS: {"messages": HELLO}, RESPONSES: {"input": "on"}}[path]
+    described = error(client.post(path, json=body | {"stream_options": {"include_usage": True}}), 400)
+    assert described["param"] == "stream_options"
+    assert described["message"] == 'stream_options={"include_usage": true} needs stream=true'
+    for harmless in (None, {}, {"include_usage": False}):
+        assert client.post(path, json=body | {"stream_options": harmless}).status_code == 200
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
 def test_bodies_that_are_not_json(client, body):
     assert "the body is not valid JSON: " in error(client.post(COMPLETIONS, content=body), 400)["message"]

@@ -87,7 +87,26 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationRequest(StructuredRequest, ABC):
+class StreamedRequest(ModelRequest):
+    """Body whose answer may be a stream.
+
+    Attributes:
+      stream: send the answer as server-sent events.
+      stream_options: options of the stream, for streams only.
+    """
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options != StreamOptions() and not self.stream:
+            message = f"stream_options={show(self.stream_options.model_dump())} needs stream=true"
+            raise RequestError(message, param="stream_options")
+        return self
+
+
+class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
     """Common fields of completions and chats.
 
     Attributes:
@@ -110,8 +129,6 @@ class GenerationRequest(StructuredRequest, ABC):
       min_tokens: fewest tokens before an answer may end.
       priority: requests with smaller numbers start first.
       cache_salt: prefix-cache salt; cached tokens are shared only between requests with the same salt.
-      stream: send the answer as server-sent events.
-      stream_options: options of the stream.
     """
 
     ignored: ClassVar = IGNORED
@@ -135,8 +152,6 @@ class GenerationRequest(StructuredRequest, ABC):
     min_tokens: int = Field(0, ge=0)
     priority: int = 0
     cache_salt: str = ""
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
 
     @abstractmethod
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:

@@ -12,7 +12,7 @@ from zdc_jax.server.body import Body, make_refusal
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES, IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES
 from zdc_jax.server.messages import Part, join_parts
-from zdc_jax.server.protocol import ChatRequest, ModelRequest, StreamOptions
+from zdc_jax.server.protocol import ChatRequest, StreamedRequest
 from zdc_jax.server.structured import JsonSchema
 from zdc_jax.server.tools import FunctionDefinition, ToolOutput
 
@@ -147,7 +147,7 @@ class Reasoning(Body):
     effort: str | None = None
 
 
-class ResponseRequest(ModelRequest):
+class ResponseRequest(StreamedRequest):
     """Body of /v1/responses.
 
     Attributes:
@@ -163,8 +163,6 @@ class ResponseRequest(ModelRequest):
       parallel_tool_calls: report all calls, not only the first.
       text: format of the text.
       reasoning: options of reasoning.
-      stream: send events while the model writes.
-      stream_options: options of the stream.
     """
 
     refused: ClassVar = REFUSED_IN_RESPONSES
@@ -181,8 +179,6 @@ class ResponseRequest(ModelRequest):
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Reasoning()
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
 
     @cached_property
     def chat(self) -> ChatRequest:
