@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 from chat_templates import CHATML
 from fake_engine import FakeEngine
+from pydantic import ValidationError
 from server_answers import CHATS, COMPLETIONS, HELLO, RESPONSES, error
 from starlette.testclient import TestClient
 from tiny_tokenizers import chat_tokenizer
@@ -12,7 +13,8 @@ from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.server.app import make_app
 from zdc_jax.server.body import read_body
 from zdc_jax.server.errors import RequestError
-from zdc_jax.server.protocol import ChatRequest, CompletionRequest
+from zdc_jax.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from zdc_jax.server.responses import ResponseRequest
 
 
 @pytest.fixture
@@ -265,6 +267,63 @@ def test_fewest_tokens_that_no_prompt_leaves_are_refused_by_name(client):
     described = error(client.post(CHATS, json={"messages": HELLO, "min_tokens": 200}), 400)
     assert described["message"] == "min_tokens=200 must be less than the context of 200 tokens"
     assert described["param"] == "min_tokens"
+
+
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (DetokenizeRequest, {"tokens": [-1] * MANY}, "tokens[0]"),
+        (CompletionRequest, {"prompt": ["a", *[5] * MANY]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": "a", "bad_words": [""] * MANY}, "bad_words[0]"),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": [1, *["a"] * MANY]}, "allowed_token_ids[1]"),
+        (CompletionRequest, {"prompt": "a", "guided_choice": [5] * MANY}, "guided_choice[0]"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "structured_outputs": {"choice": [5] * MANY}},
+            "structured_outputs.choice[0]",
+        ),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(MANY)}}, "logit_bias"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "logit_bias": {f"a{i}": 1 for i in range(MANY)}},
+            "logit_bias.a0",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "logit_bias": {str(2**31 + i): 1 for i in range(MANY)}},
+            "logit_bias",
+        ),
+        (CompletionRequest, {"prompt": "a"} | {f"field{i}": 1 for i in range(MANY)}, "field0"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [5] * MANY}]}, "messages[0].content[0]"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (ChatRequest, {"messages": HELLO, "tools": [{}] * MANY}, "tools[0].type"),
+        (ResponseRequest, {"input": [5] * MANY}, "input[0]"),
+        (ResponseRequest, {"input": "a", "tools": [5] * MANY}, "tools[0]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_of_many_faults_only_the_first_is_described(kind, body, param):
+    # To describe all faults of 16 MiB would block the event loop for minutes.
+    data = json.dumps(body).encode()
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate_json(data)
+    assert found.value.error_count() < 5
+    with pytest.raises(RequestError) as refused:
+        read_body(kind, data)
+    assert refused.value.param == param
+
+
+def test_long_names_are_cut_in_errors(client):
+    described = error(client.post(CHATS, json={"messages": HELLO, "m" * 10**6: 1}), 400)
+    assert described["param"] == "m" * 60
+    assert len(described["message"]) < 200
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])

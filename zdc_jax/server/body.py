@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from zdc_jax.server.errors import RequestError
@@ -35,6 +35,10 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_require_finite)]
 """JSON object with any content, which other programs may read."""
 
 
+type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
+"""JSON array of which only the first wrong item is described: millions would block the event loop long."""
+
+
 class Body(BaseModel):
     """JSON object of a request. Null means that a field is absent, and numbers in quotes are refused.
 
@@ -50,19 +54,26 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_effective(cls, body: Any) -> Any:
-        """Leave out fields without effect; raise for fields of `refused` with any other value."""
+        """Leave out fields without effect, and unknown ones after the first.
+
+        Raise for fields of `refused` with any other value.
+        """
         if not isinstance(body, dict):
             return body
-        kept = {}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        kept: dict[str, Any] = {}
+        unknown: dict[str, Any] = {}
         for name, value in body.items():
-            if value is None or (name not in cls.model_fields and name in cls.ignored):
+            if value is None or (name not in names and name in cls.ignored):
                 continue
-            if name in cls.model_fields or name not in cls.refused:
+            if name in names:
                 kept[name] = value
+            elif name not in cls.refused:
+                unknown = unknown or {name: value}
             elif value not in cls.refused[name]:
                 todo = " or ".join(["leave it out", *(f"send {show(each)}" for each in cls.refused[name])])
                 raise make_refusal(name, f"is not supported; {todo}")
-        return kept
+        return kept | unknown
 
 
 class ModelRequest(Body):
@@ -200,8 +211,8 @@ def _join_causes(causes: Sequence[str]) -> str:
 
 
 def format_path(path: Sequence[str | int]) -> str:
-    """Format names and indexes as in OpenAI's errors: `messages[0].content`."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    """Format names and indexes as in OpenAI's errors: `messages[0].content`; long names are cut."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step[:LONGEST_VALUE]}" for step in path)
     return "".join(steps).removeprefix(".")
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import model_validator
 
 from zdc_jax.conversation.template import Message
-from zdc_jax.server.body import Body, JsonObject, make_refusal
+from zdc_jax.server.body import Body, Items, JsonObject, make_refusal
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
 
 
@@ -101,8 +101,8 @@ class ChatMessage(Body):
     ignored: ClassVar = IGNORED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[TextPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None

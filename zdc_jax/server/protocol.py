@@ -23,7 +23,7 @@ from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
 from zdc_jax.generation.shaping import check_in_vocabulary, token_biases
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, JsonObject, ModelRequest, show
+from zdc_jax.server.body import Body, Items, JsonObject, ModelRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
 from zdc_jax.server.fields import (
     IGNORED,
@@ -49,17 +49,27 @@ SWITCHES = {"enable_thinking", "thinking"}
 OWN_VARIABLES = {"tools", "documents"}
 """Variables of templates that have fields of their own."""
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+TOKENS = 2**31
+"""Bound of token ids, whatever the vocabulary."""
+
+Token = Annotated[int, Field(ge=0, lt=TOKENS)]
 Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, Field(pattern=r"\S")]
 """Text that is not blank."""
 
 
 def _read_token_ids(biases: Any) -> Any:
-    """Convert the keys of a JSON object to token ids, as far as they are whole numbers."""
+    """Convert the keys of a JSON object to token ids; return the first wrong pair alone."""
     if not isinstance(biases, dict):
         return biases
-    return {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
+    read = {}
+    for key, bias in biases.items():
+        token = int(key) if key.isdecimal() and len(key) <= 10 else key
+        is_number = type(bias) in (int, float) and abs(bias) <= MAX_BIAS
+        if not (isinstance(token, int) and token < TOKENS and is_number):
+            return {token: bias}
+        read[token] = bias
+    return read
 
 
 Biases = Annotated[
@@ -68,9 +78,9 @@ Biases = Annotated[
 """Numbers by token id."""
 
 
-Prompt = str | Annotated[list[int], Field(fail_fast=True)]
+Prompt = str | Items[int]
 """Text or token ids."""
-Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
+Prompts = Prompt | Annotated[Items[Prompt], Field(min_length=1)]
 """Prompt or prompts."""
 
 
@@ -142,12 +152,12 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
     frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     logit_bias: Biases = Field(default_factory=dict)
-    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
-    bad_words: list[Word] = Field(default_factory=list)
+    allowed_token_ids: Items[Token] | None = Field(None, min_length=1)
+    bad_words: Items[Word] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
-    stop_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
+    stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
+    stop_token_ids: Items[Token] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     priority: int = 0
@@ -360,7 +370,7 @@ class ChatRequest(GenerationRequest):
 
     refused: ClassVar = REFUSED_IN_CHATS
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
@@ -369,7 +379,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Items[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -499,4 +509,4 @@ class TokenizeRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """Body of /detokenize."""
 
-    tokens: list[Token]
+    tokens: Items[Token]

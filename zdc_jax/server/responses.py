@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, make_refusal
+from zdc_jax.server.body import Body, Items, make_refusal
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES, IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES
 from zdc_jax.server.messages import Part, join_parts
@@ -34,7 +34,7 @@ class ResponsePart(Part):
     type: Literal["input_text", "output_text", "text"]
 
 
-Text = str | list[ResponsePart]
+Text = str | Items[ResponsePart]
 
 
 class InputItem(Body):
@@ -168,13 +168,13 @@ class ResponseRequest(StreamedRequest):
     refused: ClassVar = REFUSED_IN_RESPONSES
     ignored: ClassVar = IGNORED_IN_RESPONSES
 
-    input: str | list[InputItem]
+    input: str | Items[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = None
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: Items[ResponseTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from zdc_jax.generation.grammar import Grammar
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, JsonObject, ModelRequest
+from zdc_jax.server.body import Body, Items, JsonObject, ModelRequest
 from zdc_jax.server.errors import RequestError, report_errors_of
 
 Schema = JsonObject | str
@@ -55,7 +55,7 @@ class StructuredOutputs(Body):
 
     json_schema: Schema | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -76,7 +76,7 @@ class StructuredRequest(ModelRequest):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
 
     def choose_grammar(self, model: TextModel) -> tuple[str, Grammar | None]:
