@@ -1,5 +1,7 @@
 """Generation: streams and batches, ragged prompts, stopping, sampling, errors, and recompilation."""
 
+import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -7,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TinyModel
-from tiny_tokenizers import byte_tokenizer
+from tiny_tokenizers import byte_tokenizer, demo
 from tokenizers import Tokenizer, models
 
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
 from zdc_jax.generation import request, steps
 from zdc_jax.generation.packed_parameters import pack_parameters
-from zdc_jax.generation.request import Request
+from zdc_jax.generation.request import Request, tokenized
 from zdc_jax.generation.run import Run
 from zdc_jax.plan import CompressionPlan
 
@@ -305,6 +307,25 @@ def test_text_needs_a_tokenizer(model):
     with pytest.raises(PromptError, match="no tokenizer"):
         generate(mute, "x")
     assert generate(mute, [3, 4] * 20, 2).completions[0].text is None
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized():
+    tokenizer, ticks, ended = demo(), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    ids = tokenized(tokenizer, "hello " * 300_000, add_special_tokens=False)
+    seconds = time.monotonic() - began
+    ended.set()
+    thread.join()
+    assert len(ids) > 300_000
+    assert ticks > 50 * seconds
 
 
 def test_text_that_a_tokenizer_cannot_encode_is_named(model):

@@ -41,6 +41,7 @@ REFUSED = [
     {"allowed_token_ids": []},
     {"allowed_token_ids": [97]},
     {"bad_words": [" "]},
+    {"bad_words": ["a"] * 1025},
     {"bad_words": ["?"], "allowed_token_ids": chat_tokenizer().encode("?").ids},
     {"tools": [{"type": "function"}]},
     {"response_format": {"type": "xml"}},

@@ -173,7 +173,8 @@ def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = Tru
       PromptError: the tokenizer cannot encode the text.
     """
     with foreign_errors_as(PromptError, f"the tokenizer cannot encode {text!r:.80}"):
-        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # `encode` holds Python's lock, so that no other thread runs while it reads a long text.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids = encoding.ids
     added = [*encoding.special_tokens_mask, 0].index(0)  # Tokens of the text have 0 there, special or not.
     return ids[added:] if ids[:added] == ids[added : 2 * added] else ids

@@ -40,6 +40,8 @@ from zdc_jax.server.tools import NamedTool, Tool, ToolOutput, require_format
 MAX_ANSWERS = 16
 """Most answers to one prompt (`n`)."""
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
+"""Most `bad_words`. All are compared with each answer in every step."""
 MAX_REQUESTS = 128
 """Most prompts of one body, times `n`."""
 COMPLETION_TOKENS = 16
@@ -153,7 +155,7 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
     repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     logit_bias: Biases = Field(default_factory=dict)
     allowed_token_ids: Items[Token] | None = Field(None, min_length=1)
-    bad_words: Items[Word] = Field(default_factory=list)
+    bad_words: Items[Word] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
     stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
