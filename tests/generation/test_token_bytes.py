@@ -1,5 +1,7 @@
 """Bytes of single tokens: joined, they are the text that was encoded."""
 
+import time
+
 import pytest
 from tiny_tokenizers import byte_tokenizer, chat_tokenizer, demo, gemma, metaspace, sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -74,3 +76,11 @@ def test_other_decoders_decode_in_context():
     assert read(tokenizer, "onit the") == [b"on", b"it", b" the"]
     tokenizer.decoder = None
     assert read(tokenizer, "on the") == [b"on", b" the"]
+
+
+def test_many_tokens_are_joined_in_linear_time():
+    reader, token = get_token_bytes(demo()), demo().encode("the").ids[0]
+    began = time.monotonic()
+    text = reader.join([token] * 10**6)
+    assert len(text) == 3 * 10**6
+    assert time.monotonic() - began < 20  # In quadratic time more than a minute.

@@ -55,7 +55,7 @@ class TokenBytes:
 
     def join(self, tokens: Sequence[int], before: Sequence[int] = ()) -> str:
         """Return the text of `tokens` after `before`, with special tokens; broken characters are U+FFFD."""
-        data, first = b"", not any(map(self.has_text, before))
+        data, first = bytearray(), not any(map(self.has_text, before))
         for token in tokens:
             data += self.get(token, first=first)
             first = first and not self.has_text(token)
