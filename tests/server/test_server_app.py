@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -359,6 +360,20 @@ def test_long_bodies(engine):
         described = error(client.post(COMPLETIONS, content=content), 413)
         assert described["message"] == "the body has more than 100 bytes; send less"
     assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
+
+
+@pytest.mark.parametrize(("length", "in_a_thread"), [(5, False), (2**16, True)])
+def test_large_bodies_are_read_in_a_thread(client, monkeypatch, length, in_a_thread):
+    def read(kind, data):
+        with suppress(RuntimeError):  # Other threads have no loop.
+            asyncio.get_running_loop()
+            loops.append(True)
+        return read_body(kind, data)
+
+    loops: list[bool] = []
+    monkeypatch.setattr(app, "read_body", read)
+    client.post(COMPLETIONS, json={"prompt": "a" * length})
+    assert loops == ([] if in_a_thread else [True])
 
 
 def test_a_full_queue_gives_back_what_it_took():

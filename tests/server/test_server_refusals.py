@@ -179,6 +179,7 @@ def test_fields_that_are_not_implemented(body):
         ),
         ({"prompt": [5, "a"]}, "prompt[1]", 'prompt[1]="a" must be a valid integer'),
         ({"prompt": ["a", [5, 0.5]]}, "prompt[1][1]", "prompt[1][1]=0.5 must be a valid integer"),
+        ({"prompt": [[1]] * 129}, "prompt", "prompt: 129 prompts; at most 128 answers are allowed"),
         ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1]=5 must be a valid string or a valid array"),
     ],
     ids=str,
@@ -277,7 +278,7 @@ MANY = 1000
     ("kind", "body", "param"),
     [
         (DetokenizeRequest, {"tokens": [-1] * MANY}, "tokens[0]"),
-        (CompletionRequest, {"prompt": ["a", *[5] * MANY]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": [5, *["a"] * MANY]}, "prompt[1]"),
         (CompletionRequest, {"prompt": "a", "bad_words": [""] * MANY}, "bad_words[0]"),
         (CompletionRequest, {"prompt": "a", "allowed_token_ids": [1, *["a"] * MANY]}, "allowed_token_ids[1]"),
         (CompletionRequest, {"prompt": "a", "guided_choice": [5] * MANY}, "guided_choice[0]"),

@@ -44,6 +44,8 @@ NewReply = Callable[..., Reply | ResponseReply]
 
 MAX_BODY_BYTES = 2**24
 """Default limit on the size of a request."""
+LARGE_BODY_BYTES = 2**16
+"""Size from which bodies are read in a thread: one of megabytes may take seconds."""
 GENERATION: dict[str, tuple[type[GenerationRequest | ResponseRequest], NewReply]] = {
     "/v1/completions": (CompletionRequest, CompletionReply),
     "/v1/chat/completions": (ChatRequest, ChatReply),
@@ -201,7 +203,9 @@ class Api:
                 raise RequestError(
                     f"the body has more than {self.max_body_bytes:,} bytes; send less", status=413
                 )
-        return read_body(kind, bytes(data))
+        if len(data) < LARGE_BODY_BYTES:
+            return read_body(kind, bytes(data))
+        return await run_in_threadpool(read_body, kind, bytes(data))
 
     def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
         self._check_model(body.model)

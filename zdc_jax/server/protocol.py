@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.conversation.template import ChatTemplate
@@ -327,6 +327,15 @@ class CompletionRequest(GenerationRequest):
     def echoes_only(self) -> bool:
         """Whether the answer is the prompt alone. The engine generates a token, which is dropped."""
         return self.max_tokens == 0
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _count_prompts_first(cls, prompt: Any) -> Any:
+        """Refuse too many prompts before all are read."""
+        if isinstance(prompt, list) and len(prompt) > MAX_REQUESTS and not isinstance(prompt[0], int):
+            message = f"prompt: {len(prompt)} prompts; at most {MAX_REQUESTS} answers are allowed"
+            raise RequestError(message, param="prompt")
+        return prompt
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
