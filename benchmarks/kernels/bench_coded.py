@@ -203,7 +203,7 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
         heads = join_heads(*(x[:, 0] for x in new))
         q, keys, values = turn_and_store(heads, turning, *stored, start, start + 1, **near)
-        written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
+        written = tuple((plane.levels, plane.reach) for plane in (*keys.planes, *values.planes))
         return (written, [keys.ring, values.ring]), q.plain
 
     def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,7 +215,7 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
         (empty, rings), (q, k) = state, rotate(q, k)
         at = near | {"positions": start[:, None], "end": start + 1}
         rings = [put_ring(ring, x=x, **at) for ring, x in zip(rings, (k, v), strict=True)]
-        written = tuple(plane[:2] for each in put(k, v, empty, start) for plane in each)
+        written = tuple((plane.levels, plane.reach) for each in put(k, v, empty, start) for plane in each)
         return (written, rings), q
 
     times, peer = (_in_place(f, (empty, rings), (q, k, v), repeats) for f in (at_once, apart))

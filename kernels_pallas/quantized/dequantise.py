@@ -27,7 +27,7 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
-from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -36,6 +36,7 @@ TOKENS = 64
 DTYPES = (*common.DTYPES, jnp.float32)
 
 
+@lower_once("dtype", "sinks", "interpret")
 def dequantise(
     planes: Sequence[Sequence[Plane]],
     ends: Int[Array, " B"],
@@ -45,7 +46,7 @@ def dequantise(
     sinks: int = 0,
     sink_values: Sequence[Float[Array, "B K P _"]] = (),
     interpret: bool = False,
-) -> list[Float[Array, "B K S _"]]:
+) -> Sequence[Float[Array, "B K S _"]]:
     """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
 
     The zeros end at a multiple of `LARGEST_BLOCK`, or at S. Later slots are not written and have arbitrary
@@ -68,22 +69,19 @@ def dequantise(
       NotImplementedError: JAX has no Triton back end.
     """
     check_dequantise(planes, ends, dtype=dtype, block_table=block_table, sinks=sinks, sink_values=sink_values)
-    arrays = [[plane.arrays for plane in each] for each in planes]
-    bits = tuple(tuple(plane.bits for plane in each) for each in planes)
-    widths = tuple(sum(plane.width for plane in each) for each in planes)
-    dtype = jnp.dtype(dtype)
-    found = _launch(
-        arrays,
-        ends,
-        block_table,
-        tuple(sink_values) if sinks else (),
-        bits=bits,
-        widths=widths,
-        dtype=dtype,
-        sinks=sinks,
+    reach = planes[0][0].reach
+    B, K, S = rows_of(reach, block_table)
+    # No program has tokens of two pages, or past S.
+    rows = math.gcd(TOKENS, reach.shape[2])
+    widths = (sum(plane.width for plane in each) for each in planes)
+    return pl.pallas_call(
+        functools.partial(_kernel, rows=rows, sinks=sinks),
+        out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
+        grid=(B, K, S // rows),
+        compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
-    )
-    return list(found)
+        name="zdc_dequantise",
+    )(ends.astype(jnp.int32), block_table, sink_values if sinks else (), planes)
 
 
 def check_dequantise(
@@ -122,41 +120,12 @@ def check_dequantise(
             )
 
 
-@lower_once("bits", "widths", "dtype", "sinks", "interpret")
-def _launch(
-    arrays: Sequence[Sequence[Arrays]],
-    ends: Array,
-    block_table: Array | None,
-    sink_values: tuple[Array, ...],
-    *,
-    bits: Bits,
-    widths: tuple[int, ...],
-    dtype: Any,
-    sinks: int,
-    interpret: bool,
-) -> Sequence[Array]:
-    """Launch `dequantise` on checked arguments; `arrays` are those of all planes."""
-    reach = arrays[0][0].reach
-    B, K, S = rows_of(reach, block_table)
-    # No program has tokens of two pages, or past S.
-    rows = math.gcd(TOKENS, reach.shape[2])
-    return pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows, sinks=sinks),
-        out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
-        grid=(B, K, S // rows),
-        compiler_params=plt.CompilerParams(num_warps=4),
-        interpret=interpret,
-        name="zdc_dequantise",
-    )(ends.astype(jnp.int32), block_table, sink_values, arrays)
-
-
 def _kernel(
     ends_ref: Any,
     table_ref: Any,
     sink_refs: Sequence[Any],
-    arrays: Any,
+    planes: Sequence[Sequence[Plane]],
     *out_refs: Any,
-    bits: Bits,
     rows: int,
     sinks: int,
 ) -> None:
@@ -169,22 +138,22 @@ def _kernel(
         token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         kept = token < end
         if table_ref is not None:
-            lead, slot, there = in_pages(table_ref, b, first, arrays[0][0].levels.shape)
+            lead, slot, there = in_pages(table_ref, b, first, planes[0][0].levels.shape)
             kept &= there
         is_sink = kept & (token < sinks)
         slots = pl.ds(slot, rows)
-        for array, (out_ref, each, each_bits) in enumerate(zip(out_refs, arrays, bits, strict=True)):
+        for array, (out_ref, each) in enumerate(zip(out_refs, planes, strict=True)):
             begin = 0
-            for (levels_ref, reach_ref), plane_bits in zip(each, each_bits, strict=True):
-                C = levels_ref.shape[-1] * 8 // plane_bits
-                reach = from_e5m3(plt.load(reach_ref.at[lead, kv, slots], mask=kept[:, 0], other=0))
-                step = (reach / 2**plane_bits)[:, None]
+            for plane in each:
+                C = plane.width
+                reach = from_e5m3(plt.load(plane.reach.at[lead, kv, slots], mask=kept[:, 0], other=0))
+                step = (reach / 2**plane.bits)[:, None]
                 for i, width in pieces(C):
                     level: Any = 0
-                    for plane, place, size in byte_places(C, i, width, plane_bits):
-                        at = levels_ref.at[lead, kv, slots, pl.ds(jnp.int32(place), size)]
-                        level = level << plane | _unpacked(plt.load(at, mask=kept, other=0), plane)
-                    odd = 2 * level.astype(jnp.float32) + (1 - 2**plane_bits)
+                    for bits, place, size in byte_places(C, i, width, plane.bits):
+                        at = plane.levels.at[lead, kv, slots, pl.ds(jnp.int32(place), size)]
+                        level = level << bits | _unpacked(plt.load(at, mask=kept, other=0), bits)
+                    odd = 2 * level.astype(jnp.float32) + (1 - 2**plane.bits)
                     values, columns = (odd * step).astype(out_ref.dtype), pl.ds(jnp.int32(begin + i), width)
                     if sinks:
                         column = begin + i + lax.broadcasted_iota(jnp.int32, (1, width), 1)
@@ -194,11 +163,11 @@ def _kernel(
                 begin += C
 
 
-def _unpacked(part: Array, plane: int) -> Array:
-    """Unpack the parts int32 [rows, ·] of levels from bytes [rows, ·] of a bit plane."""
-    part, each = part.astype(jnp.int32), 8 // plane
+def _unpacked(part: Array, bits: int) -> Array:
+    """Unpack the parts int32 [rows, ·] of levels from bytes [rows, ·] of a plane of these bits."""
+    part, each = part.astype(jnp.int32), 8 // bits
     if each == 1:
         return part
     apart = lax.broadcast_in_dim(part, (*part.shape, each), (0, 1))
-    shifts = plane * lax.broadcasted_iota(jnp.int32, apart.shape, 2)
-    return (apart >> shifts & (1 << plane) - 1).reshape(part.shape[0], -1)
+    shifts = bits * lax.broadcasted_iota(jnp.int32, apart.shape, 2)
+    return (apart >> shifts & (1 << bits) - 1).reshape(part.shape[0], -1)

@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
-from kernels_pallas.quantized.inputs import Arrays, Bits, Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
@@ -43,6 +43,7 @@ TOKENS = 32
 """Largest number of tokens per program."""
 
 
+@lower_once("interpret")
 def encode(
     x: Sequence[Float[Array, "B T K _"]],
     planes: Sequence[Sequence[Plane]],
@@ -72,13 +73,21 @@ def encode(
       NotImplementedError: JAX has no Triton back end.
     """
     check_encode(x, planes, starts, ends, block_table=block_table)
-    arrays = [[plane.arrays for plane in each] for each in planes]
-    bits = tuple(tuple(plane.bits for plane in each) for each in planes)
-    found = _launch(tuple(x), arrays, starts, ends, block_table, bits=bits, interpret=interpret)
-    return [
-        [Plane(new.levels, new.reach, plane.bits) for new, plane in zip(*pair, strict=True)]
-        for pair in zip(found, planes, strict=True)
-    ]
+    B, T, K, _ = x[0].shape
+    # Interpreted stores write the old value where a mask is false, and padding may share slots with tokens.
+    rows = 1 if interpret and block_table is not None else min(TOKENS, pl.next_power_of_2(T))
+    before = 1 + len(x) + (block_table is not None)
+    _, _, S = rows_of(planes[0][0].reach, block_table)
+    span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
+    return pl.pallas_call(
+        functools.partial(_kernel, rows=rows),
+        out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), planes)],
+        grid=(B, K, pl.cdiv(T, rows)),
+        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(planes)))},
+        compiler_params=plt.CompilerParams(num_warps=8 if rows > 1 else 1),
+        interpret=interpret,
+        name="zdc_encode",
+    )(span, x, block_table, planes)[0]
 
 
 def check_encode(
@@ -109,38 +118,7 @@ def check_encode(
         common.check_integers(name, row, (B,), "B")
 
 
-@lower_once("bits", "interpret")
-def _launch(
-    x: tuple[Array, ...],
-    arrays: Sequence[Sequence[Arrays]],
-    starts: Array,
-    ends: Array,
-    block_table: Array | None,
-    *,
-    bits: Bits,
-    interpret: bool,
-) -> Sequence[Sequence[Arrays]]:
-    """Launch `encode` on checked arguments; `arrays` are those of all planes."""
-    B, T, K, _ = x[0].shape
-    # Interpreted stores write the old value where a mask is false, and padding may share slots with tokens.
-    rows = 1 if interpret and block_table is not None else min(TOKENS, pl.next_power_of_2(T))
-    before = 1 + len(x) + (block_table is not None)
-    _, _, S = rows_of(arrays[0][0].reach, block_table)
-    span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
-    return pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows),
-        out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)],
-        grid=(B, K, pl.cdiv(T, rows)),
-        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(arrays)))},
-        compiler_params=plt.CompilerParams(num_warps=8 if rows > 1 else 1),
-        interpret=interpret,
-        name="zdc_encode",
-    )(span, x, block_table, arrays)[0]
-
-
-def _kernel(
-    span_ref: Any, x_refs: Any, table_ref: Any, _before: Any, out: Any, *, bits: Bits, rows: int
-) -> None:
+def _kernel(span_ref: Any, x_refs: Any, table_ref: Any, _before: Any, out: Any, *, rows: int) -> None:
     # `_before` shares memory with `out`.
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     start, end = span_ref[b, 0], span_ref[b, 1]
@@ -153,17 +131,17 @@ def _kernel(
 
     @pl.when(start + first < end)
     def _() -> None:
-        for x_ref, each, each_bits in zip(x_refs, out, bits, strict=True):
+        for x_ref, each in zip(x_refs, out, strict=True):
             begin = 0
-            for plane, plane_bits in zip(each, each_bits, strict=True):
-                C = plane.levels.shape[-1] * 8 // plane_bits
+            for plane in each:
+                C = plane.width
                 at = [
                     (b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)
                 ]
                 x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
-                levels, reach = coded(x, plane_bits)
+                levels, reach = coded(x, plane.bits)
                 for (i, _), level in zip(pieces(C), levels, strict=True):
-                    for place, size, part in packed(level, C, i, plane_bits):
+                    for place, size, part in packed(level, C, i, plane.bits):
                         byte = place + lax.broadcasted_iota(jnp.int32, (1, size), 1)
                         plt.store(plane.levels.at[lead, kv, slot, byte], part, mask=kept)
                 plt.store(plane.reach.at[lead, kv, slot], reach[:, None], mask=kept)

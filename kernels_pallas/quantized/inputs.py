@@ -1,9 +1,11 @@
 """Arguments of the kernels for quantized keys and values, and the checks of attention to them."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -32,8 +34,10 @@ MOST_ROWS = 2**31 - 1
 """Most slots of all KV heads of a pool, limited by the 32-bit entries of a list."""
 
 
-class Plane(NamedTuple):
-    """Quantized values of consecutive coordinates (`FittedIntegers`).
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["levels", "reach"], meta_fields=["bits"])
+@dataclass(frozen=True)
+class Plane:
+    """Quantized values of consecutive coordinates (`FittedIntegers`), or references to them in a kernel.
 
     Level l with scale r stands for (2l + 1 - 2^bits)·r/2^bits.
     Attention reads a scale of zero of keys as 2^-16.
@@ -48,30 +52,14 @@ class Plane(NamedTuple):
       bits: bits per level.
     """
 
-    levels: Array
-    reach: Array
+    levels: Any
+    reach: Any
     bits: int
 
     @property
     def width(self) -> int:
         """Number of coordinates, C."""
         return self.levels.shape[-1] * 8 // self.bits
-
-    @property
-    def arrays(self) -> "Arrays":
-        """Arrays of this plane."""
-        return Arrays(self.levels, self.reach)
-
-
-type Bits = tuple[tuple[int, ...], ...]
-"""Bits of each plane of several arrays."""
-
-
-class Arrays(NamedTuple):
-    """Arrays of a `Plane`, or references to them in a kernel."""
-
-    levels: Any
-    reach: Any
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import Trailing, first_near_row, rows_before
 from kernels_pallas.quantized.encode import coded
-from kernels_pallas.quantized.inputs import Arrays, Plane, check_plane
+from kernels_pallas.quantized.inputs import Plane, check_plane
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
@@ -67,8 +67,8 @@ class NearTokens(NamedTuple):
       trailing: near tokens that the queries of the chunk read.
     """
 
-    rings: list[Plane]
-    snapshots: list[Plane]
+    rings: Sequence[Plane]
+    snapshots: Sequence[Plane]
     trailing: Trailing
 
 
@@ -92,6 +92,7 @@ class _Numbers(NamedTuple):
     copy: Array
 
 
+@lower_once("sinks", "window", "interpret")
 def put_near(
     x: Sequence[Float[Array, "B T K _"]],
     rings: Sequence[Plane],
@@ -129,13 +130,25 @@ def put_near(
     first = first_near_row(starts, window)
     marks, slots = (snapshots.marks, snapshots.slots) if snapshots else (ends, ends)
     numbers = jnp.stack(_Numbers(rows, starts, ends, first, marks, slots), 1).astype(jnp.int32)
-    arrays = [[ring.arrays for ring in each] for each in (rings, snapshots.planes if snapshots else ())]
-    stored, near, of_sinks = _launch(
-        numbers, tuple(x), arrays, sinks=sinks, window=window, interpret=interpret
-    )
-    of_rings, copies = ([Plane(each.levels, each.reach, BITS) for each in group] for group in stored)
-    (k, v), (sink_k, sink_v) = near, of_sinks or (None, None)
-    return NearTokens(of_rings, copies, Trailing(k, v, first, sink_k, sink_v))
+    (B, T, K, _), M = x[0].shape, rings[0].reach.shape[2]
+    # Interpreted stores write the old value where a mask is false, perhaps to the place of another token.
+    g = _Geometry(M, 1 if interpret else math.gcd(M, ROWS), sinks, window)
+    like: Any = jax.ShapeDtypeStruct
+    total = pl.cdiv(rows_before(window) + T, ROWS) * ROWS
+    near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
+    of_sinks = [like((B, K, M - window, each.shape[3]), each.dtype) for each in x] if sinks else []
+    planes = rings, snapshots.planes if snapshots else []
+    stored = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), planes)
+    (rings, copies), (k, v), of_sinks = pl.pallas_call(
+        functools.partial(_kernel, g=g),
+        out_shape=(stored, near, of_sinks),
+        grid=(B, K, M // g.tile + total // ROWS),
+        input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(planes)))},
+        compiler_params=plt.CompilerParams(num_warps=2),
+        interpret=interpret,
+        name="zdc_put_near",
+    )(numbers, x, planes)
+    return NearTokens(rings, copies, Trailing(k, v, first, *of_sinks))
 
 
 def check_put_near(
@@ -180,36 +193,6 @@ def check_put_near(
         integers |= {"snapshots.marks": snapshots.marks, "snapshots.slots": snapshots.slots}
     for name, row in integers.items():
         common.check_integers(name, row, (B,), "B")
-
-
-@lower_once("sinks", "window", "interpret")
-def _launch(
-    numbers: Array,
-    x: tuple[Array, ...],
-    arrays: Sequence[Sequence[Arrays]],
-    *,
-    sinks: int,
-    window: int,
-    interpret: bool,
-) -> tuple[Sequence[Sequence[Arrays]], Sequence[Array], Sequence[Array]]:
-    """Launch `put_near` on checked arguments; `arrays` are those of rings and of their copies."""
-    (B, T, K, _), M = x[0].shape, arrays[0][0].reach.shape[2]
-    # Interpreted stores write the old value where a mask is false, perhaps to the place of another token.
-    g = _Geometry(M, 1 if interpret else math.gcd(M, ROWS), sinks, window)
-    like: Any = jax.ShapeDtypeStruct
-    total = pl.cdiv(rows_before(window) + T, ROWS) * ROWS
-    near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
-    of_sinks = [like((B, K, M - window, each.shape[3]), each.dtype) for each in x] if sinks else []
-    stored = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), arrays)
-    return pl.pallas_call(
-        functools.partial(_kernel, g=g),
-        out_shape=(stored, near, of_sinks),
-        grid=(B, K, M // g.tile + total // ROWS),
-        input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(arrays)))},
-        compiler_params=plt.CompilerParams(num_warps=2),
-        interpret=interpret,
-        name="zdc_put_near",
-    )(numbers, x, arrays)
 
 
 def _kernel(

@@ -26,7 +26,6 @@ do the work.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,18 +39,11 @@ from kernels_pallas.common import LOG2_E
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.encode import coded_token, packed
-from kernels_pallas.quantized.inputs import Arrays, Plane, rows_of
+from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.quantized.turn_inputs import Stored, TurnedQueries, Turning, check_turn_and_store
 from kernels_pallas.rope.score_blocks import BLOCKS_OF_ONE, MeanTurns, score_token
 from kernels_pallas.triton import in_pages, plt
-
-
-class _Stored(NamedTuple):
-    """Arrays of a `Stored`, or references to them in the kernel."""
-
-    planes: list[Arrays]
-    ring: Any
 
 
 class _Operands(NamedTuple):
@@ -72,54 +64,29 @@ class _Operands(NamedTuple):
     means: Any
 
 
-class _Form(NamedTuple):
-    """Static shape of a `Stored`.
-
-    Attributes:
-      planes: bits and coordinates of each plane.
-      ring: bits of the ring, 16 or those of its plane.
-    """
-
-    planes: tuple[tuple[int, int], ...]
-    ring: int
-
-    def read_by(self, width: int) -> list[int]:
-        """Return the coordinates of the store; then those of a ring of integers."""
-        store = sum(C for _, C in self.planes)
-        return [store] if self.ring == 16 else [store, width]
-
-    @property
-    def programs(self) -> int:
-        """Number of programs that write: one for each plane of the store, and one for the ring."""
-        return len(self.planes) + 1
-
-    def destinations(self, width: int) -> list[tuple[int, int]]:
-        """Return the first coordinate and the number of coordinates that each program writes."""
-        widths = [C for _, C in self.planes]
-        begins = itertools.accumulate(widths[:-1], initial=0)
-        return [*zip(begins, widths, strict=True), (0, width)]
-
-
 class _Geometry(NamedTuple):
     """Static shape of a launch.
 
-    `near` is sinks and window. `scale` is that of the scores.
+    Attributes:
+      S: slots of a sequence.
+      G: query heads per KV head.
+      H: coordinates of a query.
+      sinks: sinks of the rings.
+      window: window of the rings.
+      scale: factor on the scores.
+      programs: programs of a KV head and sequence, except those for gains.
     """
 
     S: int
     G: int
     H: int
-    near: tuple[int, int]
-    k: _Form
-    v: _Form
+    sinks: int
+    window: int
     scale: float
-
-    @property
-    def programs(self) -> int:
-        """Programs of a KV head and sequence, except those for gains."""
-        return self.G + self.k.programs + self.v.programs
+    programs: int
 
 
+@lower_once("sinks", "window", "scale", "interpret")
 def turn_and_store(
     heads: Sequence[Float[Array, "B _ _"]],
     turning: Turning,
@@ -179,71 +146,16 @@ def turn_and_store(
         first_ring=first_ring,
         means=means,
     )
-    forms = _form(k_stored), _form(v_stored)
-    arrays = _arrays(k_stored), _arrays(v_stored)
-    queries, *found = _launch(
-        list(heads),
-        turning,
-        arrays,
-        starts,
-        ends,
-        block_table,
-        first_ring,
-        means,
-        forms=forms,
-        near=(sinks, window),
-        scale=scale,
-        interpret=interpret,
-    )
-    k_stored, v_stored = (_stored(*pair) for pair in zip(forms, found, strict=True))
-    return queries, k_stored, v_stored
-
-
-def _form(stored: Stored) -> _Form:
-    ring = stored.ring.bits if isinstance(stored.ring, Plane) else 16
-    return _Form(tuple((plane.bits, plane.width) for plane in stored.planes), ring)
-
-
-def _arrays(stored: Stored) -> _Stored:
-    """Return all arrays that are written."""
-    ring = stored.ring.arrays if isinstance(stored.ring, Plane) else stored.ring
-    return _Stored([plane.arrays for plane in stored.planes], ring)
-
-
-def _stored(form: _Form, arrays: _Stored) -> Stored:
-    """Invert `_arrays`."""
-    forms = zip(arrays.planes, form.planes, strict=True)
-    planes = [Plane(each.levels, each.reach, bits) for each, (bits, _) in forms]
-    ring = arrays.ring
-    return Stored(planes, ring if form.ring == 16 else Plane(ring.levels, ring.reach, form.ring))
-
-
-@lower_once("forms", "near", "scale", "interpret")
-def _launch(
-    heads: list[Array],
-    turning: Turning,
-    arrays: tuple[_Stored, _Stored],
-    starts: Array,
-    ends: Array,
-    block_table: Array | None,
-    first_ring: Array | None,
-    means: MeanTurns | None,
-    *,
-    forms: tuple[_Form, _Form],
-    near: tuple[int, int],
-    scale: float,
-    interpret: bool,
-) -> tuple[TurnedQueries, _Stored, _Stored]:
-    """Launch `turn_and_store` on checked arguments."""
     (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
+    G = heads_of_first // K - (2 if len(heads) == 1 else 0)
     g = _Geometry(
-        S=rows_of(arrays[0].planes[0].reach, block_table)[2],
-        G=heads_of_first // K - (2 if len(heads) == 1 else 0),
+        S=rows_of(k_stored.planes[0].reach, block_table)[2],
+        G=G,
         H=H,
-        near=near,
-        k=forms[0],
-        v=forms[1],
+        sinks=sinks,
+        window=window,
         scale=scale,
+        programs=G + k_stored.programs + v_stored.programs,
     )
     operands = _Operands(
         heads=heads,
@@ -257,26 +169,29 @@ def _launch(
         first_ring=None if first_ring is None else first_ring.astype(jnp.int32).reshape(1),
         means=means,
     )
-    columns, blocks = columns_of(g.G), 0 if means is None else means.turns.shape[0]
-    arranged = [(B, K, columns, count) for count in g.k.read_by(H)]
-    plain, *rest = (jax.ShapeDtypeStruct(x, heads[0].dtype) for x in ((B, K * g.G, H), *arranged))
-    queries = TurnedQueries(plain, *rest)
-    if blocks:
-        queries = queries._replace(gains=jax.ShapeDtypeStruct((B, K, blocks, columns), jnp.float32))
-    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    first, before, count = (len(jax.tree.leaves(x)) for x in (operands, queries, arrays))
+    columns, blocks = columns_of(G), 0 if means is None else means.turns.shape[0]
+    like: Any = jax.ShapeDtypeStruct
+    queries = TurnedQueries(
+        plain=like((B, K * G, H), heads[0].dtype),
+        far=like((B, K, columns, k_stored.width), heads[0].dtype),
+        near=like((B, K, columns, H), heads[0].dtype) if isinstance(k_stored.ring, Plane) else None,
+        gains=like((B, K, blocks, columns), jnp.float32) if blocks else None,
+    )
+    caches = k_stored, v_stored
+    stored = jax.tree.map(lambda x: like(x.shape, x.dtype), caches)
+    first, before, count = (len(jax.tree.leaves(x)) for x in (operands, queries, caches))
     return pl.pallas_call(
         functools.partial(_kernel, g=g),
         out_shape=(queries, *stored),
-        grid=(K, B, g.programs + g.G * pl.cdiv(blocks, BLOCKS_OF_ONE)),
+        grid=(K, B, g.programs + G * pl.cdiv(blocks, BLOCKS_OF_ONE)),
         input_output_aliases={first + i: before + i for i in range(count)},
         compiler_params=plt.CompilerParams(num_warps=max(4, H // 32)),
         interpret=interpret,
         name="zdc_turn_and_store",
-    )(operands, arrays)
+    )(operands, caches)
 
 
-def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: _Stored, g: _Geometry) -> None:
+def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: Stored, g: _Geometry) -> None:
     # `_before` shares memory with `stored`.
     kv, b, part = (pl.program_id(axis) for axis in range(3))
 
@@ -286,7 +201,7 @@ def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: _Stored, g: _G
 
 
 def _store_share(
-    token: "_Token", kv: Array, part: Array, queries: Any, stored: Sequence[_Stored], g: _Geometry
+    token: "_Token", kv: Array, part: Array, queries: Any, stored: Sequence[Stored], g: _Geometry
 ) -> None:
     """Store one program's share of a new token, or rotate one query head."""
     refs, K = token.refs, token.refs.q_basis.shape[0]
@@ -300,28 +215,36 @@ def _store_share(
         x = token.turn(q_ref, head, refs.q_basis, kv, (0, g.H))
         column = lax.iota(jnp.int32, g.H)
         plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
-        for out in (queries.far, queries.near)[: len(g.k.read_by(g.H))]:
-            token.put_arranged(out, kv, part, x.astype(out.dtype))
-            token.fill_missing(out, kv, part, g.G)
+        for out in (queries.far, queries.near):
+            if out is not None:
+                token.put_arranged(out, kv, part, x.astype(out.dtype))
+                token.fill_missing(out, kv, part, g.G)
 
     def put_keys(index: int) -> None:
-        span = g.k.destinations(g.H)[index]
+        span = _find_span(k_stored, g.H, index)
         x = token.turn(k_ref, first_k + kv, refs.k_basis, kv, span).astype(k_ref.dtype)
-        _put(token.find_places(k_stored, g), kv, x, span[1], g.k, k_stored, index)
+        _put(token.find_places(k_stored, g), kv, x, span[1], k_stored, index)
 
     def put_values(index: int) -> None:
-        begin, width = g.v.destinations(v_ref.shape[2])[index]
+        begin, width = _find_span(v_stored, v_ref.shape[2], index)
         column = lax.iota(jnp.int32, pl.next_power_of_2(width))
         x = plt.load(v_ref.at[token.b, first_v + kv, begin + column], mask=column < width, other=0.0)
-        _put(token.find_places(v_stored, g), kv, x, width, g.v, v_stored, index)
+        _put(token.find_places(v_stored, g), kv, x, width, v_stored, index)
 
     if refs.means is not None:
         put_gains = functools.partial(_put_gains, token, q_ref, kv, part - g.programs, queries.gains, g)
         pl.when(part >= g.programs)(put_gains)
-    for index in range(g.k.programs):
+    for index in range(k_stored.programs):
         pl.when(part == g.G + index)(functools.partial(put_keys, index))
-    for index in range(g.v.programs):
-        pl.when(part == g.G + g.k.programs + index)(functools.partial(put_values, index))
+    for index in range(v_stored.programs):
+        pl.when(part == g.G + k_stored.programs + index)(functools.partial(put_values, index))
+
+
+def _find_span(stored: Stored, width: int, index: int) -> tuple[int, int]:
+    """Return the first coordinate, and the number of coordinates of `width`, that a program writes."""
+    if index == len(stored.planes):
+        return 0, width
+    return sum(plane.width for plane in stored.planes[:index]), stored.planes[index].width
 
 
 def _put_gains(token: "_Token", q_ref: Any, kv: Array, part: Array, out: Any, g: _Geometry) -> None:
@@ -394,33 +317,31 @@ class _Token(NamedTuple):
             zeros = jnp.zeros(place.shape, ref.dtype)
             plt.store(ref.at[self.b, kv, member + column, place], zeros, mask=mask)
 
-    def find_places(self, stored: _Stored, g: _Geometry) -> _Places:
+    def find_places(self, stored: Stored, g: _Geometry) -> _Places:
         """Return where the new token at its start goes."""
-        sinks, window = g.near
         position = self.refs.starts[self.b]
         kept, lead, slot = position < g.S, self.b, position
         if self.refs.table is not None:
             pool = stored.planes[0].levels.shape
             lead, slot, is_valid = in_pages(self.refs.table, self.b, position, pool)
             kept &= is_valid
-        recent = lax.rem(position, jnp.int32(max(window, 1)))
-        near_slot = jnp.where(position < sinks, window + position, recent)
+        recent = lax.rem(position, jnp.int32(max(g.window, 1)))
+        near_slot = jnp.where(position < g.sinks, g.window + position, recent)
         first = 0 if self.refs.first_ring is None else self.refs.first_ring[0]
-        return _Places((lead, slot), kept, (first + self.b, near_slot), (position < sinks) | (window > 0))
+        return _Places((lead, slot), kept, (first + self.b, near_slot), (position < g.sinks) | (g.window > 0))
 
 
-def _put(places: _Places, kv: Array, x: Array, width: int, form: _Form, stored: _Stored, index: int) -> None:
+def _put(places: _Places, kv: Array, x: Array, width: int, stored: Stored, index: int) -> None:
     """Write coordinates of a key or value to one destination: a plane of the store, or the ring."""
-    is_far = index < len(form.planes)
+    is_far = index < len(stored.planes)
     (lead, slot), kept = (places.far, places.kept) if is_far else (places.near, places.recent)
-    if not is_far and form.ring == 16:
+    to = stored.planes[index] if is_far else stored.ring
+    if not isinstance(to, Plane):
         column = lax.iota(jnp.int32, x.shape[0])
-        plt.store(stored.ring.at[lead, kv, slot, column], x, mask=kept & (column < width))
+        plt.store(to.at[lead, kv, slot, column], x, mask=kept & (column < width))
         return
-    bits = form.planes[index][0] if is_far else form.ring
-    levels_ref, reach_ref = stored.planes[index] if is_far else stored.ring
-    levels, reach = coded_token(x.astype(jnp.float32), width, bits)
-    for place, size, part in packed(levels, width, 0, bits):
+    levels, reach = coded_token(x.astype(jnp.float32), width, to.bits)
+    for place, size, part in packed(levels, width, 0, to.bits):
         byte = lax.iota(jnp.int32, part.shape[0])
-        plt.store(levels_ref.at[lead, kv, slot, place + byte], part, mask=kept & (byte < size))
-    plt.store(reach_ref.at[lead, kv, slot], reach, mask=kept)
+        plt.store(to.levels.at[lead, kv, slot, place + byte], part, mask=kept & (byte < size))
+    plt.store(to.reach.at[lead, kv, slot], reach, mask=kept)

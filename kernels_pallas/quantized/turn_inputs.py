@@ -36,7 +36,7 @@ class Turning(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Cache of keys, or of values.
+    """Cache of keys, or of values; or references to its arrays in the kernel.
 
     Attributes:
       planes: planes of the store, for the first coordinates one after another.
@@ -45,7 +45,17 @@ class Stored(NamedTuple):
     """
 
     planes: Sequence[Plane]
-    ring: Array | Plane
+    ring: Any
+
+    @property
+    def width(self) -> int:
+        """Number of coordinates of the store."""
+        return sum(plane.width for plane in self.planes)
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that write: one for each plane of the store, and one for the ring."""
+        return len(self.planes) + 1
 
 
 class TurnedQueries(NamedTuple):
@@ -117,8 +127,8 @@ def check_turn_and_store(
         for i, plane in enumerate(stored.planes):
             check_plane(f"{name}.planes[{i}]", plane, tokens)
             check_offsets(f"{name}.planes[{i}]", plane)
-        if (taken := sum(plane.width for plane in stored.planes)) > width:
-            raise ValueError(f"{name}.planes take {taken} coordinates: must be at most {width}")
+        if stored.width > width:
+            raise ValueError(f"{name}.planes take {stored.width} coordinates: must be at most {width}")
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_integers(name, row, (B,), "B")

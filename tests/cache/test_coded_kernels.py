@@ -12,7 +12,6 @@ from rings import listed
 
 from kernels_pallas import (
     Parts,
-    Plane,
     encode,
     merged_at_once,
     round_tokens,
@@ -74,7 +73,7 @@ def numbers(planes):
 
 def in_rows(plane, table):
     """Return a plane in rows, read through the page table if there is one."""
-    return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
+    return plane if table is None else jax.tree.map(lambda x: Pages(x, table).rows(), plane)
 
 
 def plain_parts(passes, *, scale):

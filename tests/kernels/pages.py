@@ -58,5 +58,4 @@ class Pool:
 
 def of_both(f: Callable[..., jax.Array], *planes: Plane) -> Plane:
     """Apply a function to levels and to scales."""
-    levels, reaches, bits = zip(*planes, strict=True)
-    return Plane(f(*levels), f(*reaches), bits[0])
+    return jax.tree.map(f, *planes)

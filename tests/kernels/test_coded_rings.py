@@ -42,7 +42,7 @@ def check_ring(kind, ring, heads, *, page: bool, gains: bool):
     planes, table = [*it.keys, it.values], None
     if page:  # Rings in another order, as if they were pages.
         order = np.array([2, 0, 3, 1])
-        planes = [jax.tree.map(lambda x: x if isinstance(x, int) else x[order % 3], each) for each in planes]
+        planes = [jax.tree.map(lambda x: x[order % 3], each) for each in planes]
         table = jnp.asarray([[1], [3], [0]], jnp.int32)
     of_blocks = None if it.gains is None else jnp.asarray(it.gains)
     given = it.q, planes[:-1], planes[-1], jnp.zeros(3, jnp.int32), end

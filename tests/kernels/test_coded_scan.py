@@ -5,6 +5,7 @@ bytes and reads of the index. On a GPU, all of the kernel runs.
 """
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import compiled_codes
@@ -270,7 +271,7 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     sound = it.index
 
     def broken(*slots):
-        return sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN_CODE))
+        return replace(sound, reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN_CODE))
 
     begin, end = it.begin[1], it.end[1]
     it.index = broken(begin - 1, end)
@@ -399,7 +400,7 @@ def test_sums_do_not_drift_over_many_steps_on_the_device():
     def first(x):
         return jnp.broadcast_to(x[:, :, :1], x.shape)
 
-    it.index = it.index._replace(levels=first(it.index.levels), reach=first(it.index.reach))
+    it.index = replace(it.index, levels=first(it.index.levels), reach=first(it.index.reach))
     it.check(config=ScanConfig(128, splits=1))
 
 

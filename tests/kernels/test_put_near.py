@@ -1,5 +1,7 @@
 """Kernel that stores the near tokens of a chunk; on a CPU, Pallas' interpreter runs it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ class Case:
         found = put_near(chunks, planes[0], *numbers, snapshots=taken, **self.near, **options)
         for group, wanted in ((found.rings, after), (found.snapshots, copied if copies else [])):
             for plane, parts in zip(group, wanted, strict=True):
-                for one, other in zip(plane.arrays, parts, strict=True):
+                for one, other in zip((plane.levels, plane.reach), parts, strict=True):
                     np.testing.assert_array_equal(one, other)
         self.check_rows(found.trailing)
 
@@ -127,7 +129,7 @@ def test_refusals_name_the_argument():
     assert put_near_refusal(x, rings, row, row, row, **near) is None
     said = put_near_refusal(x, rings, row, row, row, sinks=3, window=0)
     assert said == "sinks=3, window=0: a window, together with sinks, must be 1 to 16, the slots"
-    half = [ring._replace(bits=4) for ring in rings]
+    half = [replace(ring, bits=4) for ring in rings]
     assert put_near_refusal(x, half, row, row, row, **near) == "rings[0] has 4 bits: must be 8"
     assert "x[0] has shape" in put_near_refusal(x[::-1], rings, row, row, row, **near)
     assert "must be a float dtype" in put_near_refusal(

@@ -326,18 +326,9 @@ def test_refusals(message):
 def test_lowers_for_cuda():
     it = Case(KINDS["chosen"], G=4)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (it.q, it.k, it.v, it.turning))
-    arrays = (
-        [[plane[:2] for plane in each] for each in it.planes],
-        it.rings,
-        it.span,
-        it.shift().mean_turns(S),
-    )
+    arrays = it.planes, it.rings, it.span, it.shift().mean_turns(S)
 
-    def run(q, k, v, turning, arrays, rings, span, means):
-        planes = [
-            [Plane(*pair, bits) for pair, (_, bits) in zip(each, kind, strict=True)]
-            for each, kind in zip(arrays, (it.keys, it.values), strict=True)
-        ]
+    def run(q, k, v, turning, planes, rings, span, means):
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
         heads, options = join_heads(q, k, v), {"sinks": SINKS, "window": WINDOW}
         return turn_and_store(heads, turning, *stored, *span, means=means, **options)[0]

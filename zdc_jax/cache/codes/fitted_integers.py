@@ -111,5 +111,5 @@ def put_by_kernel(
 
 def restore_tree(tree: Any, written: Iterable[Plane | Array]) -> Any:
     """Return a tree of the shapes of `tree` with the planes or arrays that kernels wrote."""
-    leaves = iter(leaf for each in written for leaf in (each[:2] if isinstance(each, Plane) else (each,)))
+    leaves = iter(jax.tree.leaves(list(written)))
     return jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), tree)

@@ -1,5 +1,6 @@
 """A quantized ring of near tokens (sinks and window), for caches that also quantize far tokens (ours)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
@@ -138,7 +139,7 @@ class CodedRing(PrefixRing):
         if found is None:
             return None
 
-        def restore(old: PrefixRingState, planes: list[Plane]) -> PrefixRingState:
+        def restore(old: PrefixRingState, planes: Sequence[Plane]) -> PrefixRingState:
             pairs = zip((old.ring_k, old.ring_v), planes, strict=True)
             ring_k, ring_v = (restore_tree(leaves, [plane]) for leaves, plane in pairs)
             return replace(old, ring_k=ring_k, ring_v=ring_v)
