@@ -22,7 +22,7 @@ operations, since queries and weights have two bytes. Scales of keys multiply sc
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -42,7 +42,6 @@ from kernels_pallas.quantized.inputs import (
     Plane,
     check_coded,
     config_for,
-    rows_of,
 )
 from kernels_pallas.quantized.key_blocks import (
     ALIGNED,
@@ -102,6 +101,7 @@ def coded_attention(
     return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
+@lower_once("scale")
 def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
     """Compute `coded_attention` over the keys of each pass without merging, in one launch.
 
@@ -109,51 +109,13 @@ def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
     these are shorter and fill multiprocessors at the end, and the compiler was seen to need fewer registers.
     Errors are those of `coded_attention`.
     """
-    shapes = {rows_of(each.values.reach, each.block_table)[:2] for each in passes}
+    shapes = {each.sizes[:2] for each in passes}
     if len(shapes) != 1:
         raise ValueError(f"passes have sequences and KV heads {sorted(shapes)}: must be the same")
     for each in passes:
-        check_coded(*each)
-    arrays, forms = zip(*map(_divide, passes), strict=True)
-    return _launch(arrays, forms=forms, scale=scale)
-
-
-class _Arrays(NamedTuple):
-    """Arrays of a `CodedPass`; `planes` are levels and scales of keys, then of values."""
-
-    q: Array
-    planes: Sequence[tuple[Array, Array]]
-    begin: Array
-    end: Array
-    slots: Array | None
-    block_table: Array | None
-    gains: Array | None
-
-
-class _Form(NamedTuple):
-    """Static part of a `CodedPass`: bits of each plane, the config, and sinks and window of a ring."""
-
-    bits: tuple[int, ...]
-    config: CodedConfig
-    ring: tuple[int, int] | None
-
-
-def _divide(given: CodedPass) -> tuple[_Arrays, _Form]:
-    """Divide a checked pass into arrays and their static form."""
-    q, keys, values, begin, end, slots, block_table, gains, config, ring = given
-    planes = [*keys, values]
-    arrays = [(plane.levels, plane.reach) for plane in planes]
-    config = config or config_for(q, keys, values, slots, block_table, ring)
-    form = _Form(tuple(plane.bits for plane in planes), config, ring)
-    return _Arrays(q, arrays, begin, end, slots, block_table, gains), form
-
-
-@lower_once("forms", "scale")
-def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) -> list[Parts]:
-    """Launch `coded_parts` on checked arguments."""
-    prepared = [_prepare(*each, scale) for each in zip(passes, forms, strict=True)]
+        check_coded(each)
+    prepared, (B, K, _) = [_prepare(each, scale) for each in passes], passes[0].sizes
     geometries = [g for g, _ in prepared]
-    B, K = len(passes[0].q), geometries[0].K
     sizes = [
         (B, K, g.parts, *each)
         for g in geometries
@@ -172,11 +134,16 @@ def _launch(passes: Sequence[_Arrays], *, forms: Sequence[_Form], scale: float) 
     return [Parts(o, lse) for o, lse in zip(found[::2], found[1::2], strict=True)]
 
 
-def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Operands]:
+def _prepare(coded_pass: CodedPass, scale: float) -> tuple[Geometry, Operands]:
     """Return the static shape of a pass, and its operands as the kernel reads them."""
-    q, planes, begin, end, slots, block_table, gains = given
-    widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, form.bits, strict=True))
-    (_, K, S), page = rows_of(planes[0][1], block_table), planes[0][1].shape[2]
+    (_, K, S), planes, q, gains = coded_pass.sizes, coded_pass.planes, coded_pass.q, coded_pass.gains
+    begin, end, slots, block_table = (
+        coded_pass.begin,
+        coded_pass.end,
+        coded_pass.slots,
+        coded_pass.block_table,
+    )
+    config, page = coded_pass.config or config_for(coded_pass), planes[0].reach.shape[2]
     if q.ndim == 3:
         q = arrange_queries(q, K)
     if gains is not None and gains.ndim == 3:
@@ -186,29 +153,30 @@ def _prepare(given: _Arrays, form: _Form, scale: float) -> tuple[Geometry, Opera
         if gains is not None:
             lists = [_in_blocks(jnp.clip(slots // BLOCK, 0, gains.shape[2] - 1), 0)]
         if block_table is not None:
-            slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
-            planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]
-            S = planes[0][1].size
+            slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0].reach.shape)
+            S = planes[0].reach.size
+            planes = jax.tree.map(lambda x: x.reshape(1, 1, S, *x.shape[3:]), planes)
         # Slot S is out of range, so padding is ignored.
         lists = [_in_blocks(slots, S), *lists]
+    widths, bits = zip(*((plane.width, plane.bits) for plane in planes), strict=True)
     g = Geometry(
         K=K,
         S=S,
         page=0 if block_table is None else page,
         chosen=lists[0].shape[2] * BLOCK if lists else 0,
-        ring=form.ring,
+        ring=coded_pass.ring,
         gains=gains is not None,
-        parts=form.config.splits,
-        least=form.config.least,
-        stages=form.config.stages,
-        form=Form(q.shape[2], widths, form.bits, scale),
+        parts=config.splits,
+        least=config.least,
+        stages=config.stages,
+        form=Form(q.shape[2], widths, bits, scale),
     )
     return g, Operands(
         begin=begin.astype(jnp.int32),
         end=end.astype(jnp.int32),
         q=q,
-        levels=[levels if g.chosen or g.ring else view_units(levels, g.unit) for levels, _ in planes],
-        reach=[reach for _, reach in planes],
+        levels=[x.levels if g.chosen or g.ring else view_units(x.levels, g.unit) for x in planes],
+        reach=[plane.reach for plane in planes],
         lists=lists,
         table=None if g.chosen else block_table,
         gains=None if gains is None else gains.reshape(*gains.shape[:2], -1),

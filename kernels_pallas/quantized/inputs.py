@@ -3,11 +3,10 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
@@ -82,7 +81,13 @@ class CodedConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
-class CodedPass(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "keys", "values", "begin", "end", "slots", "block_table", "gains"],
+    meta_fields=["config", "ring"],
+)
+@dataclass(frozen=True)
+class CodedPass:
     """Quantized keys and values, and the queries that read them: the arguments of `coded_attention`.
 
     Queries and gains may be arranged already (`kernels_pallas.quantized.queries`), [B, K, columns, R] and
@@ -93,47 +98,55 @@ class CodedPass(NamedTuple):
     positions, and reach up to `end`. A ring has a multiple of 8 slots, at least 64.
     """
 
-    q: Array
+    q: Any
     keys: Sequence[Plane]
     values: Plane
-    begin: Array
-    end: Array
-    slots: Array | None = None
-    block_table: Array | None = None
-    gains: Array | None = None
+    begin: Any
+    end: Any
+    slots: Any = None
+    block_table: Any = None
+    gains: Any = None
     config: CodedConfig | None = None
     ring: tuple[int, int] | None = None
 
+    @property
+    def planes(self) -> list[Plane]:
+        """Planes of keys, then of values."""
+        return [*self.keys, self.values]
 
-def config_for(
-    q: Shaped,
-    keys: Sequence[Plane],
-    values: Plane,
-    slots: Shaped | None = None,
-    block_table: Shaped | None = None,
-    ring: tuple[int, int] | None = None,
-) -> CodedConfig:
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of sequences, KV heads, and slots: B, K and S."""
+        return rows_of(self.values.reach, self.block_table)
+
+    @property
+    def columns(self) -> int:
+        """Query heads per KV head, as the kernel arranges them."""
+        return self.q.shape[2] if len(self.q.shape) == 4 else columns_of(self.q.shape[1] // self.sizes[1])
+
+
+def config_for(coded_pass: CodedPass) -> CodedConfig:
     """Return the default number of parts, with the measured number of steps in flight for these widths.
 
     Entries of the table are keyed by coordinates and by the bytes of a token's levels, over all planes. There
     are fewer steps if shared memory is short, and one for a ring, of which most parts have one or two.
     """
-    (B, K, S), planes = rows_of(values.reach, block_table), [*keys, values]
+    (B, K, S), planes, slots = coded_pass.sizes, coded_pass.planes, coded_pass.slots
     chosen = 0 if slots is None else slots.shape[2]
-    default = default_config(B * K, S, chosen or (S if ring else 0))
-    if ring is not None:
+    default = default_config(B * K, S, chosen or (S if coded_pass.ring else 0))
+    if coded_pass.ring is not None:
         return replace(default, stages=1)
-    C, nbytes = sum(plane.width for plane in keys), sum(x.levels.shape[-1] for x in planes)
-    found = measured("coded_decode", C=C, Z=values.width, bytes=nbytes, chosen=chosen)
+    C, nbytes = sum(plane.width for plane in coded_pass.keys), sum(x.levels.shape[-1] for x in planes)
+    found = measured("coded_decode", C=C, Z=coded_pass.values.width, bytes=nbytes, chosen=chosen)
     stages = found["stages"] if found else default.stages
-    while stages > 1 and not chosen and shared_bytes(q, planes, stages) > common.SHARED_MEMORY:
+    while stages > 1 and not chosen and shared_bytes(coded_pass, stages) > common.SHARED_MEMORY:
         stages -= 1
     return replace(default, stages=stages)
 
 
-def shared_bytes(q: Shaped, planes: Sequence[Plane], stages: int) -> int:
+def shared_bytes(coded_pass: CodedPass, stages: int) -> int:
     """Return bytes of shared memory for queries, outputs, and `stages` steps of a whole store."""
-    columns = q.shape[2] if len(q.shape) == 4 else columns_of(q.shape[1] // planes[0].reach.shape[1])
+    columns, planes = coded_pass.columns, coded_pass.planes
     form = Form(columns, tuple(x.width for x in planes), tuple(x.bits for x in planes), scale=1.0)
     step = STEP * sum(x.levels.shape[-1] for x in planes) + STEP // BLOCK * 128 * (len(planes) + 1)
     queries, outputs = 512 * form.query_rows, 16 * columns * planes[-1].width
@@ -156,64 +169,56 @@ def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
     return CodedConfig(splits=max(1, parts), least=1 if parts <= all_at_once else LEAST)
 
 
-def check_coded(
-    q: Shaped,
-    keys: Sequence[Plane],
-    values: Plane,
-    begin: Shaped,
-    end: Shaped,
-    slots: Shaped | None = None,
-    block_table: Shaped | None = None,
-    gains: Shaped | None = None,
-    config: CodedConfig | None = None,
-    ring: tuple[int, int] | None = None,
-) -> None:
-    """Check the arguments of `coded_attention` or of a pass; errors are those it documents."""
+def check_coded(coded_pass: CodedPass) -> None:
+    """Check a pass of `coded_parts`; errors are those it documents."""
+    q, slots, block_table = coded_pass.q, coded_pass.slots, coded_pass.block_table
     common.check_device()
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
-    if not 1 <= len(keys) <= 2:
-        raise ValueError(f"keys has {len(keys)} planes: must be 1 or 2")
-    multiple = BLOCK if slots is None and ring is None else 1
+    if not 1 <= len(coded_pass.keys) <= 2:
+        raise ValueError(f"keys has {len(coded_pass.keys)} planes: must be 1 or 2")
+    is_whole, reach = slots is None and coded_pass.ring is None, coded_pass.values.reach
+    multiple = BLOCK if is_whole else 1
     if block_table is not None:
-        common.check_table(block_table, q.shape[0], values.reach, multiple)
-    (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
-    _check_queries(q, B, K, sum(plane.width for plane in keys))
+        common.check_table(block_table, q.shape[0], reach, multiple)
+    B, K, S = coded_pass.sizes
+    _check_queries(q, B, K, sum(plane.width for plane in coded_pass.keys))
     common.check_sizes(B=B, N=q.shape[1], S=S)
     common.check_caches(B, K)
     if S % multiple:
         raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
-    for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
-        check_plane(name, plane, (lead, K, each))
-    if ring is not None:
-        _check_ring(ring, [*keys, values], slots, block_table)
-    elif slots is None and (size := shared_bytes(q, [*keys, values], 1)) > common.SHARED_MEMORY:
+    for name, plane in (
+        *((f"keys[{i}]", x) for i, x in enumerate(coded_pass.keys)),
+        ("values", coded_pass.values),
+    ):
+        check_plane(name, plane, (reach.shape[0], K, reach.shape[2]))
+    if coded_pass.ring is not None:
+        _check_ring(coded_pass.ring, coded_pass)
+    elif is_whole and (size := shared_bytes(coded_pass, 1)) > common.SHARED_MEMORY:
         raise ValueError(f"a step takes {size} bytes of shared memory: at most {common.SHARED_MEMORY} fit")
-    if values.width % BLOCK:
-        raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
-    for name, x in (("begin", begin), ("end", end)):
+    if coded_pass.values.width % BLOCK:
+        raise ValueError(f"values has {coded_pass.values.width} coordinates: must be a multiple of {BLOCK}")
+    for name, x in (("begin", coded_pass.begin), ("end", coded_pass.end)):
         common.check_integers(name, x, (B,), "B")
-    if gains is not None:
-        _check_gains(gains, q, B, K, S // BLOCK if slots is None and ring is None else None)
+    if coded_pass.gains is not None:
+        _check_gains(coded_pass, S // BLOCK if is_whole else None)
     if slots is None:
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
         raise ValueError(f"slots has {slots.shape[2]} per KV head: must be from 1 to {MOST_SLOTS}")
-    if block_table is not None and values.reach.size > MOST_ROWS:
-        raise ValueError(f"the pool has {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
+    if block_table is not None and reach.size > MOST_ROWS:
+        raise ValueError(f"the pool has {reach.size} slots of KV heads: must be at most {MOST_ROWS}")
 
 
-def _check_ring(
-    ring: tuple[int, int], planes: Sequence[Plane], slots: Shaped | None, block_table: Shaped | None
-) -> None:
-    """Raise `ValueError` unless a pass can read planes as a ring."""
-    if slots is not None:
+def _check_ring(ring: tuple[int, int], coded_pass: CodedPass) -> None:
+    """Raise `ValueError` unless a pass can read its planes as a ring."""
+    if coded_pass.slots is not None:
         raise ValueError(f"ring={ring} with slots: must be None")
-    if block_table is not None and block_table.shape[1] != 1:
-        raise ValueError(f"ring={ring} in {block_table.shape[1]} pages per sequence: must be 1")
-    M = planes[0].reach.shape[2]
-    if min(ring) < 0 or sum(ring) > M or M < BLOCK or M % 8 or any(x.levels.shape[-1] % 16 for x in planes):
+    if (table := coded_pass.block_table) is not None and table.shape[1] != 1:
+        raise ValueError(f"ring={ring} in {table.shape[1]} pages per sequence: must be 1")
+    M, size = coded_pass.values.reach.shape[2], [plane.levels.shape[-1] for plane in coded_pass.planes]
+    if min(ring) < 0 or sum(ring) > M or M < BLOCK or M % 8 or any(nbytes % 16 for nbytes in size):
         raise ValueError(
             f"ring={ring} in {M} slots: sinks and window must fit, in a multiple of 8 slots, at least "
             f"{BLOCK}, whose levels have a multiple of 16 bytes"
@@ -233,15 +238,14 @@ def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
         raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
 
 
-def _check_gains(gains: Shaped, q: Shaped, B: int, K: int, blocks: int | None) -> None:
-    """Raise `ValueError` unless `gains` has the shape of gains, arranged or not; None allows any blocks."""
+def _check_gains(coded_pass: CodedPass, blocks: int | None) -> None:
+    """Raise `ValueError` unless gains have the shape of gains, arranged or not; None allows any blocks."""
+    q, gains, (B, K, _) = coded_pass.q, coded_pass.gains, coded_pass.sizes
     if len(gains.shape) == 4:
-        columns = q.shape[2] if len(q.shape) == 4 else columns_of(q.shape[1] // K)
-        common.check_shape("gains", gains, (B, K, blocks, columns), "B, K, blocks, columns")
+        common.check_shape("gains", gains, (B, K, blocks, coded_pass.columns), "B, K, blocks, columns")
     else:
-        common.check_shape(
-            "gains", gains, (B, q.shape[1] if len(q.shape) == 3 else None, blocks), "B, N, blocks"
-        )
+        heads = q.shape[1] if len(q.shape) == 3 else None
+        common.check_shape("gains", gains, (B, heads, blocks), "B, N, blocks")
     common.check_sizes(blocks=gains.shape[2])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.kernels import timing
 from benchmarks.kernels import tune_kernels as tune
-from kernels_pallas import CodedConfig, Plane, tuning
+from kernels_pallas import CodedConfig, CodedPass, Plane, tuning
 from kernels_pallas.quantized import inputs
 from kernels_pallas.quantized.inputs import config_for, default_config
 
@@ -35,14 +35,16 @@ def test_stages_are_those_that_were_measured_and_parts_the_rules(table):
     keys, values = [plane(32, 4), plane(96, 4)], plane(128, 4)
     rule = default_config(16 * 8, 32768)
     q = jax.ShapeDtypeStruct((16, 32, 128), jnp.bfloat16)
-    assert config_for(q, keys, values) == rule, "a table without coded keys and values"
+    row = jax.ShapeDtypeStruct((16,), jnp.int32)
+    whole = CodedPass(q, keys, values, row, row)
+    assert config_for(whole) == rule, "a table without coded keys and values"
     widths = {"C": 128, "Z": 128, "bytes": 128, "chosen": 0}
     table["coded_decode"] = [{"widths": widths, "config": {"stages": 4, "splits": 99}}]
-    assert config_for(q, keys, values) == replace(rule, stages=4)
-    assert config_for(q, [plane(128, 4)], values) == replace(rule, stages=4)
-    assert config_for(q, [plane(128, 8)], values) == rule
+    assert config_for(whole) == replace(rule, stages=4)
+    assert config_for(replace(whole, keys=[plane(128, 4)])) == replace(rule, stages=4)
+    assert config_for(replace(whole, keys=[plane(128, 8)])) == rule
     slots = jax.ShapeDtypeStruct((16, 8, 1024), jnp.int32)
-    assert config_for(q, keys, values, slots) == default_config(16 * 8, 32768, 1024)
+    assert config_for(replace(whole, slots=slots)) == default_config(16 * 8, 32768, 1024)
     assert inputs.measured("decode", R=64) is None
 
 

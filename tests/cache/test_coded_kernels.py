@@ -78,11 +78,13 @@ def in_rows(plane, table):
 
 def plain_parts(passes, *, scale):
     """Compute `coded_parts` with one part per pass, from the docstring of `coded_attention`."""
-    return [plain_part(**each._asdict(), scale=scale) for each in passes]
+    return [plain_part(each, scale) for each in passes]
 
 
-def plain_part(q, keys, values, begin, end, slots, block_table, gains, config, ring, scale):
-    *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
+def plain_part(coded_pass, scale):
+    q, ring, gains, slots = coded_pass.q, coded_pass.ring, coded_pass.gains, coded_pass.slots
+    begin, end = coded_pass.begin, coded_pass.end
+    *keys, values = (in_rows(plane, coded_pass.block_table) for plane in coded_pass.planes)
     blocks = None  # Those of listed slots follow from the slots; those of a ring do not.
     if ring is not None:
         slots, blocks, end = listed(ring, keys[0].reach.shape, end)

@@ -44,7 +44,7 @@ from convert.search.coded_search import (
 )
 from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
-from kernels_pallas import Plane, coded_refusal, scan_refusal
+from kernels_pallas import CodedPass, Plane, coded_refusal, scan_refusal
 from zdc_jax import CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
@@ -352,7 +352,7 @@ def readable(ranks):
         return jax.ShapeDtypeStruct((1, 1, C), jnp.bfloat16)
 
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    reasons = [coded_refusal(q(ranks.qk), planes, values, row, row)]
+    reasons = [coded_refusal(CodedPass(q(ranks.qk), planes, values, row, row))]
     if codes.read:
         reasons.append(scan_refusal(q(codes.index), planes[0], row, row, config=None))
     return reasons == [None] * len(reasons)

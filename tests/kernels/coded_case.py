@@ -156,6 +156,6 @@ def interpreted_with_registers(*others):
             key_blocks, "wait_for_all", plgpu.commit_smem
         )  # This is such a barrier for the interpreter.
         with interpreting.all_interpreted(
-            (coded_decode, "_launch", {"inline": plain_registers.inline}), *others
+            (coded_decode, "coded_parts", {"inline": plain_registers.inline}), *others
         ):
             yield

@@ -118,7 +118,7 @@ def test_refusals(change, message):
     q, row = shape(2, it["N"], width, dtype=it["dtype"]), shape(2, dtype=jnp.int32)
     slots = shape(2, it["K"], it["n"], dtype=jnp.int32) if "n" in it else None
     table = shape(*it["table"], dtype=it.get("integers", jnp.int32)) if "table" in it else None
-    reason = coded_refusal(q, keys, values, row, row, slots=slots, block_table=table)
+    reason = coded_refusal(CodedPass(q, keys, values, row, row, slots=slots, block_table=table))
     assert reason is not None
     assert re.search(message, reason), reason
 
@@ -129,7 +129,7 @@ def test_pages_are_not_refused(page, n):
     q, row = shape(3, 4, 128, dtype=jnp.bfloat16), shape(3, dtype=jnp.int32)
     slots = shape(3, 2, n, dtype=jnp.int32) if n else None
     table = shape(3, 5, dtype=jnp.int32)
-    assert coded_refusal(q, keys, values, row, row, slots=slots, block_table=table) is None
+    assert coded_refusal(CodedPass(q, keys, values, row, row, slots=slots, block_table=table)) is None
 
 
 def test_configs_that_cannot_be():
@@ -314,7 +314,7 @@ def check_passes(it, chosen, configs=CONFIGS):
         slots = None if it.slots is None else jnp.asarray(it.slots)
         plain = CodedPass(q, *given, slots, gains=gains, config=config)
         passes.append(
-            plain._replace(q=arrange_queries(q, K), gains=arrange_gains(gains, K)),
+            replace(plain, q=arrange_queries(q, K), gains=arrange_gains(gains, K)),
         )
         apart += coded_parts([plain], scale=SCALE)
     for one, other in zip(coded_parts(passes, scale=SCALE), apart, strict=True):
@@ -340,10 +340,11 @@ def test_planes_that_fill_shared_memory_have_fewer_steps_in_flight():
     wide = (((256, 8), (256, 8)), (256, 8))
     o, _ = lower(*wide, 16, 2, 640).out_info
     assert o.shape == (2, 16, 256)
-    planes = planes_like((*wide[0], wide[1]), 2, 2, 640)
-    q = shape(2, 16, 512, dtype=jnp.bfloat16)
-    assert config_for(q, planes[:-1], planes[-1]).stages == 1
-    assert shared_bytes(q, planes, 1) < SHARED_MEMORY < shared_bytes(q, planes, 2)
+    *keys, values = planes_like((*wide[0], wide[1]), 2, 2, 640)
+    q, row = shape(2, 16, 512, dtype=jnp.bfloat16), shape(2, dtype=jnp.int32)
+    whole = CodedPass(q, keys, values, row, row)
+    assert config_for(whole).stages == 1
+    assert shared_bytes(whole, 1) < SHARED_MEMORY < shared_bytes(whole, 2)
 
 
 def test_passes_of_other_batches_are_refused():

@@ -78,7 +78,7 @@ def test_rings_that_do_not_fit_are_refused(kind, ring):
     keys, values = planes_like(kind, 2, 2, slots)
     row = shape(2, dtype=jnp.int32)
     q = shape(2, 4, 64, dtype=jnp.bfloat16)
-    refusal = coded_refusal(q, [keys], values, row, row, ring=ring)
+    refusal = coded_refusal(CodedPass(q, [keys], values, row, row, ring=ring))
     assert refusal is not None
     assert f"ring={ring} in {slots} slots: sinks and window must fit" in refusal
 
@@ -94,6 +94,6 @@ def test_rings_that_do_not_fit_are_refused(kind, ring):
 def test_other_arguments_of_rings_are_refused(change, message):
     keys, values = planes_like(((64, 8), (64, 8)), 2, 2, 136)
     row, q = shape(2, dtype=jnp.int32), shape(2, 4, 64, dtype=jnp.bfloat16)
-    refusal = coded_refusal(q, [keys], values, row, row, **{"ring": (4, 128)} | change)
+    refusal = coded_refusal(CodedPass(q, [keys], values, row, row, **{"ring": (4, 128)} | change))
     assert refusal is not None
     assert re.search(message, refusal)

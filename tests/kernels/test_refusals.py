@@ -176,7 +176,7 @@ def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 12
         "prefill": kernels.prefill_refusal(q, k, k, starts=of_rows),
         "prefill, lengths": kernels.prefill_refusal(q, k, k, lengths=of_rows),
         "decode": kernels.decode_refusal(one, k, k, of_rows),
-        "coded": kernels.coded_refusal(one, [held], held, of_rows, of_rows),
+        "coded": kernels.coded_refusal(kernels.CodedPass(one, [held], held, of_rows, of_rows)),
         "scan": kernels.scan_refusal(one, held, of_rows, of_rows, config=None),
         "select": kernels.select_refusal(scores, of_rows, of_rows, k=128),
         "dequantise": kernels.dequantise_refusal([[held]], of_rows),

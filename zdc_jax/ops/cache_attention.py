@@ -216,9 +216,8 @@ def coded_decode_refusal(
     *keys, values = planes
     queries, row, pages = _query_shapes(q, table)
     listed = None if slots is None else jax.eval_shape(_flat, slots)
-    return device_refusal(q) or coded_refusal(
-        queries, keys, values, row, row, slots=listed, block_table=pages, ring=ring
-    )
+    wanted = CodedPass(queries, keys, values, row, row, slots=listed, block_table=pages, ring=ring)
+    return device_refusal(q) or coded_refusal(wanted)
 
 
 def far_pass(
