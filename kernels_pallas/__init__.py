@@ -1,6 +1,5 @@
 """GPU kernels on plain arrays; `reference` defines the semantics of attention in plain JAX."""
 
-from kernels_pallas.decode.attention import decode_attention as decode_attention
 from kernels_pallas.decode.attention import decode_parts as decode_parts
 from kernels_pallas.decode.inputs import DecodeConfig as DecodeConfig
 from kernels_pallas.decode.inputs import Ring as Ring
@@ -14,7 +13,6 @@ from kernels_pallas.prefill.inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill.inputs import Trailing as Trailing
 from kernels_pallas.prefill.inputs import first_near_row as first_near_row
 from kernels_pallas.prefill.inputs import rows_before as rows_before
-from kernels_pallas.quantized.attention import coded_attention as coded_attention
 from kernels_pallas.quantized.attention import coded_parts as coded_parts
 from kernels_pallas.quantized.dequantise import dequantise as dequantise
 from kernels_pallas.quantized.encode import encode as encode

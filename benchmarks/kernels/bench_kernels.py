@@ -43,7 +43,7 @@ from benchmarks.kernels.timing import (
     normal,
     torch_attention,
 )
-from kernels_pallas import Ring, Trailing, decode_attention, post_rope, prefill_attention
+from kernels_pallas import Ring, Trailing, decode_parts, merged, post_rope, prefill_attention
 from zdc_jax.methods.token_classes.attention import Segment, segment_attention
 
 Section = Literal["prefill", "two-rank", "window", "decode", "epilogue", "segments"]
@@ -403,7 +403,8 @@ PAGE = 128
 
 def one_token(q: Any, k: Any, v: Any, ring: Any, **options: Any) -> jax.Array:
     """Return the output of the decode kernel."""
-    return decode_attention(q, k, v, scale=H**-0.5, ring=None if ring is None else Ring(*ring), **options)[0]
+    parts = decode_parts(q, k, v, scale=H**-0.5, ring=None if ring is None else Ring(*ring), **options)
+    return merged(parts, q.shape[1] // k.shape[1], q.dtype)[0]
 
 
 def pages(x: jax.Array) -> jax.Array:

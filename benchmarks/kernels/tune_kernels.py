@@ -24,12 +24,14 @@ from benchmarks.kernels import bench_coded as coded
 from benchmarks.kernels.timing import in_turns, normal
 from kernels_pallas import (
     CodedConfig,
+    CodedPass,
     DecodeConfig,
     PrefillConfig,
     Ring,
     Trailing,
-    coded_attention,
-    decode_attention,
+    coded_parts,
+    decode_parts,
+    merged,
     prefill_attention,
 )
 from kernels_pallas.quantized.inputs import default_config as coded_rule
@@ -133,7 +135,8 @@ def decode() -> Iterator[dict[str, Any]]:
         candidates = [DecodeConfig(block, stages, rule.splits, rule.near_splits) for block, stages in DECODE]
 
         def run(q, k, v, lengths, ring, config, near=near):
-            return decode_attention(q, k, v, lengths, scale=0.1, ring=ring, config=config, **near)
+            parts = decode_parts(q, k, v, lengths, scale=0.1, ring=ring, config=config, **near)
+            return merged(parts, 1, q.dtype)
 
         yield fastest({"R": R, "Z": Z, "H": H or R}, candidates, run, (*arrays, lengths, ring))
 
@@ -165,7 +168,9 @@ def coded_call(plan: coded.Plan, B: int, K: int, tokens: int) -> tuple[Callable[
 
     def attend(q: jax.Array, far: coded.Coded, slots: jax.Array | None, *, config: CodedConfig) -> jax.Array:
         *keys, values = coded.planes(far, plan)
-        return coded_attention(q, keys, values, *ends, scale=0.1, slots=slots, config=config)[0]
+        older = CodedPass(q, keys, values, *ends, slots=slots, config=config)
+        (parts,) = coded_parts([older], scale=0.1)
+        return merged(parts, coded.N // K, q.dtype)[0]
 
     return attend, (q, far, slots)
 

@@ -28,67 +28,8 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
 from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode, config_for
-from kernels_pallas.decode.merge import Parts, merged
+from kernels_pallas.decode.merge import Parts
 from kernels_pallas.lowering import lower_once
-
-
-def decode_attention(
-    q: Float[Array, "B N Hq"],
-    k: Float[Array, "... K S R"],
-    v: Float[Array, "... K S Z"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    ring: Ring | None = None,
-    sinks: int = 0,
-    window: int = 0,
-    block_table: Int[Array, "B pages"] | None = None,
-    block_scores: Float[Array, "B N blocks"] | None = None,
-    config: DecodeConfig | None = None,
-) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
-    """Compute attention of each sequence's last token, at position lengths - 1, over all its positions.
-
-    Args:
-      q: queries, bfloat16 or float16; Hq = H with `ring`, else R.
-      k: first coordinates of the keys of all tokens, including the new one, [B, K, S, R]; slot = position.
-        With `block_table`: [pages, K, page size, R]. R and Z are multiples of 16 up to 256. Slots after a
-        sequence's length must be finite and are ignored. With `ring`, R = Z = 0 means that there are no far
-        keys, and only the ring is read.
-      v: first coordinates of the values, like `k` with Z.
-      lengths: tokens of each sequence; length 0 gives zeros and -inf. Lengths are capped at the slots of far
-        keys.
-      scale: factor on the scores, above 0; 1/√H of the original head dimension.
-      ring: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
-        coordinates.
-      sinks: number of sinks, at most 64; only with `ring`.
-      window: size of the recent window, a multiple of 64; only with `ring`.
-      block_table: page of each `page size` positions; the page size is a multiple of 64.
-      block_scores: what scaled scores gain in each block of 64 positions, float32, for every block with a
-        visible key.
-      config: how keys are divided; None uses the measured or default config.
-
-    Returns:
-      The output in the dtype of q, with Hv = Z, or H with `ring`; and the natural log-sum-exp of the scaled
-      scores in float32.
-
-    Raises:
-      ValueError: a rank, dtype, shape or option is not allowed. Raised before launch, with name and value.
-      NotImplementedError: the GPU has another compute capability than 9.0.
-    """
-    parts = decode_parts(
-        q,
-        k,
-        v,
-        lengths,
-        scale=scale,
-        ring=ring,
-        sinks=sinks,
-        window=window,
-        block_table=block_table,
-        block_scores=block_scores,
-        config=config,
-    )
-    return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
 
 
 @lower_once("scale", "sinks", "window", "config")
@@ -106,7 +47,35 @@ def decode_parts(
     block_scores: Float[Array, "B N blocks"] | None = None,
     config: DecodeConfig | None = None,
 ) -> Parts:
-    """Compute `decode_attention` without merging the parts; errors are the same."""
+    """Compute attention of each sequence's last token, at position lengths - 1, over all its positions.
+
+    Args:
+      q: queries, bfloat16 or float16; Hq = H with `ring`, else R.
+      k: first coordinates of the keys of all tokens, including the new one, [B, K, S, R]; slot = position.
+        With `block_table`: [pages, K, page size, R]. R and Z are multiples of 16 up to 256. Slots after a
+        sequence's length must be finite and are ignored. With `ring`, R = Z = 0 means that there are no far
+        keys, and only the ring is read.
+      v: first coordinates of the values, like `k` with Z.
+      lengths: tokens of each sequence; length 0 has no visible keys. Lengths are capped at the slots of far
+        keys.
+      scale: factor on the scores, above 0; 1/√H of the original head dimension.
+      ring: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
+        coordinates.
+      sinks: number of sinks, at most 64; only with `ring`.
+      window: size of the recent window, a multiple of 64; only with `ring`.
+      block_table: page of each `page size` positions; the page size is a multiple of 64.
+      block_scores: what scaled scores gain in each block of 64 positions, float32, for every block with a
+        visible key.
+      config: how keys are divided; None uses the measured or default config.
+
+    Returns:
+      Partial outputs with Z coordinates, or H with `ring`, and the natural log-sum-exps of the scaled scores.
+      `merged` merges them.
+
+    Raises:
+      ValueError: a rank, dtype, shape or option is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
+    """
     check_scale(scale)
     check_decode(
         q,

@@ -90,7 +90,7 @@ def check_decode(
     block_scores: Shaped | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Check the arguments of `decode_attention`; errors are those it documents."""
+    """Check the arguments of `decode_parts`; errors are those it documents."""
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 3, "B, N, H")

@@ -29,17 +29,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from kernels_pallas.common import NEVER
-from kernels_pallas.decode.merge import Parts, merged
+from kernels_pallas.decode.merge import Parts
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized import warp_outputs, warp_queries
 from kernels_pallas.quantized.inputs import (
     BLOCK,
-    CodedConfig,
     CodedPass,
-    Plane,
     check_coded,
     config_for,
 )
@@ -60,54 +57,23 @@ from kernels_pallas.quantized.warp_layout import ROWS, WARPS, Form
 from kernels_pallas.registers import Registers, inline
 
 
-def coded_attention(
-    q: Float[Array, "B N R"],
-    keys: Sequence[Plane],
-    values: Plane,
-    begin: Int[Array, " B"],
-    end: Int[Array, " B"],
-    *,
-    scale: float,
-    slots: Int[Array, "B K n"] | None = None,
-    block_table: Int[Array, "B pages"] | None = None,
-    gains: Float[Array, "B N blocks"] | None = None,
-    config: CodedConfig | None = None,
-) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
-    """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
+@lower_once("scale")
+def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
+    """Compute attention of each sequence's last token over the keys of each pass, in one launch.
 
     Args:
-      q: queries, bfloat16, with as many coordinates as `keys` have together.
-      keys: one or two planes of consecutive coordinates (an index, and the rest). Planes have levels of 2 to
-        6 or 8 bits and a multiple of 16 coordinates, up to 256.
-      values: one plane. Z is a multiple of 64, and so is S without `slots`.
-      begin: first slot of each sequence.
-      end: end of the slots of each sequence. An empty range gives zeros and -inf; slots past S are ignored.
+      passes: passes of the same sequences and KV heads. Whole stores should come before lists and rings:
+        these are shorter and fill multiprocessors at the end, and the compiler was seen to need fewer
+        registers.
       scale: factor on the scores, 1/√H of the original head dimension.
-      slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
-      block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
-      gains: what scaled scores gain in each block of 64 slots, float32.
-      config: how keys are divided; None uses the measured or default config.
 
     Returns:
-      The output in bfloat16, and the natural log-sum-exp of the scaled scores in float32. A token whose scale
-      is NaN makes both NaN.
+      Partial outputs of each pass, and the natural log-sum-exps of the scaled scores; `merged` merges them.
+      An empty range of slots has only -inf. A token whose scale is NaN makes both NaN.
 
     Raises:
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
-    """
-    queries = CodedPass(q, keys, values, begin, end, slots, block_table, gains, config)
-    (parts,) = coded_parts([queries], scale=scale)
-    return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
-
-
-@lower_once("scale")
-def coded_parts(passes: Sequence[CodedPass], *, scale: float) -> list[Parts]:
-    """Compute `coded_attention` over the keys of each pass without merging, in one launch.
-
-    All passes have the same sequences and KV heads. Whole stores should come before lists and rings:
-    these are shorter and fill multiprocessors at the end, and the compiler was seen to need fewer registers.
-    Errors are those of `coded_attention`.
     """
     shapes = {each.sizes[:2] for each in passes}
     if len(shapes) != 1:

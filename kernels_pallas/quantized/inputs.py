@@ -88,14 +88,26 @@ class CodedConfig:
 )
 @dataclass(frozen=True)
 class CodedPass:
-    """Quantized keys and values, and the queries that read them: the arguments of `coded_attention`.
+    """Quantized keys and values, and the queries that read them: slots begin ≤ j < end, and only these.
 
     Queries and gains may be arranged already (`kernels_pallas.quantized.queries`), [B, K, columns, R] and
     [B, K, blocks, columns].
 
-    With a `ring` of s sinks and a window w, position p of the window is in slot p mod w, and sink p in slot
-    w + p. A pass then reads the sinks and the last w positions before `end`; `begin` is 0. Gains are those of
-    positions, and reach up to `end`. A ring has a multiple of 8 slots, at least 64.
+    Attributes:
+      q: queries [B, N, R], bfloat16, with as many coordinates as `keys` have together.
+      keys: one or two planes of consecutive coordinates (an index, and the rest). Planes have levels of 2 to
+        6 or 8 bits and a multiple of 16 coordinates, up to 256.
+      values: one plane. Z is a multiple of 64, and so is S without `slots`.
+      begin: first slot of each sequence, [B].
+      end: end of the slots of each sequence, [B]; slots past S are ignored.
+      slots: int32 list of slots to read, [B, K, n], if not all. Each counts as often as it is listed, if it
+        is in range.
+      block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
+      gains: what scaled scores gain in each block of 64 slots, float32 [B, N, blocks].
+      config: how keys are divided; None uses the measured or default config.
+      ring: s sinks and a window w. Position p of the window is in slot p mod w, and sink p in slot w + p.
+        The pass reads the sinks and the last w positions before `end`; `begin` is 0. Gains are those of
+        positions, and reach up to `end`. A ring has a multiple of 8 slots, at least 64.
     """
 
     q: Any

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import Kernel, assert_no_spills, compiled
+from merged_parts import coded_attention
 
-from kernels_pallas import CodedConfig, CodedPass, Plane, coded_attention, coded_parts
+from kernels_pallas import CodedConfig, CodedPass, Plane, coded_parts
 from kernels_pallas.quantized.warp_layout import EACH, Form
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import Kernel, assert_no_spills, compiled
+from merged_parts import decode_attention
 
 from kernels_pallas import (
     DecodeConfig,
     PrefillConfig,
     Ring,
     Trailing,
-    decode_attention,
     post_rope,
     prefill_attention,
 )

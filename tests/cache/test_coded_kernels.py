@@ -77,7 +77,7 @@ def in_rows(plane, table):
 
 
 def plain_parts(passes, *, scale):
-    """Compute `coded_parts` with one part per pass, from the docstring of `coded_attention`."""
+    """Compute `coded_parts` with one part per pass, from its docstring."""
     return [plain_part(each, scale) for each in passes]
 
 

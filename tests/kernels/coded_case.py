@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import plain_registers
 import pytest
+from merged_parts import coded_attention
 from pages import Pool
 
-from kernels_pallas import Plane, coded_attention
+from kernels_pallas import Plane
 from kernels_pallas.quantized import attention as coded_decode
 from kernels_pallas.quantized import (
     byte_levels,

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import check, decode, f64, prefill
+from merged_parts import decode_attention
 
 from kernels_pallas import (
     DecodeConfig,
     PrefillConfig,
     Ring,
     Trailing,
-    decode_attention,
     prefill_attention,
 )
 from kernels_pallas.prefill import attention as prefill_kernel

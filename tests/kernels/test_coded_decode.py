@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coded_case import SCALE, Case, coded, interpreted_with_registers, planes_like, shape
+from merged_parts import coded_attention
 
 from kernels_pallas import (
     CodedConfig,
     CodedPass,
     Plane,
     arrange_gains,
-    coded_attention,
     coded_parts,
     coded_refusal,
 )

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import check, decode
+from merged_parts import decode_attention
 
-from kernels_pallas import DecodeConfig, Ring, decode_attention
+from kernels_pallas import DecodeConfig, Ring
 from kernels_pallas.decode import attention as decode_kernel
 
 BF16, F16 = jnp.bfloat16, jnp.float16

@@ -111,7 +111,7 @@ def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str,
 
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable[..., Call]]] = {
     "prefill": (partial(kernels.prefill_attention, scale=1.0), kernels.prefill_refusal, prefill_call),
-    "decode": (partial(kernels.decode_attention, scale=1.0), kernels.decode_refusal, decode_call),
+    "decode": (partial(kernels.decode_parts, scale=1.0), kernels.decode_refusal, decode_call),
     "post_rope": (kernels.post_rope, kernels.post_rope_refusal, post_rope_call),
 }
 
@@ -238,4 +238,4 @@ def test_scores_keep_their_order(scale):
     with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
         kernels.prefill_attention(x, keys, keys, scale=scale)
     with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
-        kernels.decode_attention(x[:, 0], keys, keys, jnp.ones(1, jnp.int32), scale=scale)
+        kernels.decode_parts(x[:, 0], keys, keys, jnp.ones(1, jnp.int32), scale=scale)

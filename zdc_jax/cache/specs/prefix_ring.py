@@ -20,9 +20,9 @@ from kernels_pallas import (
     Parts,
     Ring,
     Trailing,
-    decode_attention,
     decode_parts,
     first_near_row,
+    merged,
     prefill_attention,
     rows_before,
 )
@@ -168,7 +168,7 @@ class PrefixRing(LayerCacheSpec):
         A quantized ring returns the pass that computes it. `arranged` are the queries as its kernel reads
         them, if other kernels wrote them so.
         """
-        return _run_decode(decode_parts, state, q, positions, state.near, call)
+        return _run_decode(state, q, positions, state.near, call)
 
     def _reads_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
@@ -362,22 +362,18 @@ def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
 def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
     """Compute attention of one token per sequence on the kernel, which reads the token from the cache."""
     last = last_read(step.new.positions, step.new.end)
-    o, lse = _run_decode(decode_attention, step.written, step.q, last, step.near, step.call)
+    parts = _run_decode(step.written, step.q, last, step.near, step.call)
+    o, lse = merged(parts, step.q.shape[2] // parts.o.shape[1], step.q.dtype)
     return o[:, None], lse[..., None]
 
 
-def _run_decode[Result](
-    kernel: Callable[..., Result],
-    state: PrefixRingState,
-    q: Array,
-    positions: Array,
-    near: tuple[int, int],
-    call: Call,
-) -> Result:
-    """Call a decoding kernel for single tokens that the cache stores."""
+def _run_decode(
+    state: PrefixRingState, q: Array, positions: Array, near: tuple[int, int], call: Call
+) -> Parts:
+    """Call the decoding kernel for single tokens that the cache stores."""
     (k, v), table = pools_of((state.k, state.v))
     (sinks, window), block_scores = near, call.block_scores
-    return kernel(
+    return decode_parts(
         q[:, 0],
         k,
         v,
