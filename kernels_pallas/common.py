@@ -1,6 +1,9 @@
 """Helpers shared by all kernels: shared-memory tiles, launch limits, and argument checks."""
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,6 +56,24 @@ SMS = 132
 """Multiprocessors of an H100 or H200."""
 MOST_CACHES = 65535
 """Largest number of caches (sequences times KV heads) in a launch: CUDA's limit for the grid axis."""
+
+
+def checked_by[**P, R](check: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Call `check` before a function, with those of its arguments that `check` accepts by name."""
+    accepted = inspect.signature(check).parameters
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            arguments = signature.bind(*args, **kwargs).arguments
+            check(**{name: x for name, x in arguments.items() if name in accepted})
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 def check_device() -> None:

@@ -34,7 +34,7 @@ from zdc_jax.generation.steps import Flat
 
 PAGE = 128
 MOST_PARTS = 40
-SCOPE = re.compile(r"^jit\(run\)/|while/body/|closed_call/|eval_jaxpr/|jit\(extend_\)/|jit\(_launch\)/")
+SCOPE = re.compile(r"^jit\(run\)/|while/body/|closed_call/|eval_jaxpr/|jit\(extend_\)/")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from kernels_pallas.lowering import lower_once
 
 
 @lower_once("scale", "sinks", "window", "config")
+@common.checked_by(check_decode)
 def decode_parts(
     q: Float[Array, "B N Hq"],
     k: Float[Array, "... K S R"],
@@ -77,18 +78,6 @@ def decode_parts(
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_scale(scale)
-    check_decode(
-        q,
-        k,
-        v,
-        lengths,
-        ring=ring,
-        sinks=sinks,
-        window=window,
-        block_table=block_table,
-        block_scores=block_scores,
-        config=config,
-    )
     B, N, H = q.shape
     (K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if ring is None else H

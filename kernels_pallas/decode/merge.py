@@ -74,6 +74,7 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
     return o.reshape(B, K * G, -1).astype(dtype), lse.reshape(B, K * G)
 
 
+@lower_once("G", "dtype", "copies", "interpret")
 def merged_at_once(
     parts: Sequence[Parts], G: int, dtype: DTypeLike, *, copies: int = 1, interpret: bool = False
 ) -> tuple[Float[Array, "rows N Z"], Float[Array, "B N"]]:
@@ -88,13 +89,6 @@ def merged_at_once(
     check_back_end()
     if copies > 1 < len(parts[0].o):
         raise ValueError(f"copies={copies} of {len(parts[0].o)} sequences: must be 1")
-    return _launch(tuple(parts), G=G, dtype=jnp.dtype(dtype), copies=copies, interpret=interpret)
-
-
-@lower_once("G", "dtype", "copies", "interpret")
-def _launch(
-    parts: tuple[Parts, ...], *, G: int, dtype: jnp.dtype, copies: int, interpret: bool
-) -> tuple[Array, Array]:
     B, K = parts[0].o.shape[:2]
     Z = max(each.Z for each in parts)
     columns = COLUMNS

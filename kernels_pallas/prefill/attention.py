@@ -111,6 +111,7 @@ def split_further(config: PrefillConfig, heads: int, T: int, S: int) -> PrefillC
 
 
 @lower_once("scale", "sinks", "window", "keys", "config")
+@common.checked_by(check_prefill)
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],
@@ -171,22 +172,6 @@ def prefill_attention(
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_scale(scale)
-    check_prefill(
-        q,
-        k,
-        v,
-        starts=starts,
-        lengths=lengths,
-        needed_from=needed_from,
-        trailing=trailing,
-        sinks=sinks,
-        window=window,
-        keys=keys,
-        near=near,
-        block_table=block_table,
-        block_scores=block_scores,
-        config=config,
-    )
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts

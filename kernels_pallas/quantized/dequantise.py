@@ -36,54 +36,6 @@ TOKENS = 64
 DTYPES = (*common.DTYPES, jnp.float32)
 
 
-@lower_once("dtype", "sinks", "interpret")
-def dequantise(
-    planes: Sequence[Sequence[Plane]],
-    ends: Int[Array, " B"],
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    block_table: Int[Array, "B pages"] | None = None,
-    sinks: int = 0,
-    sink_values: Sequence[Float[Array, "B K P _"]] = (),
-    interpret: bool = False,
-) -> Sequence[Float[Array, "B K S _"]]:
-    """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
-
-    The zeros end at a multiple of `LARGEST_BLOCK`, or at S. Later slots are not written and have arbitrary
-    values.
-
-    Args:
-      planes: for each array, such as keys and values, the planes of its consecutive coordinates.
-      ends: number of slots of each sequence, int32.
-      dtype: dtype of the arrays: bfloat16, float16 or float32.
-      block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are zeros.
-      sinks: number of first tokens whose values are those of `sink_values`, not those of their levels.
-      sink_values: for each array the values of at least `sinks` tokens, in `dtype`; empty without sinks.
-      interpret: whether to run on any device, slowly.
-
-    Returns:
-      One array per entry of `planes`, rounded once from float32; tokens with a NaN scale are NaN.
-
-    Raises:
-      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
-      NotImplementedError: JAX has no Triton back end.
-    """
-    check_dequantise(planes, ends, dtype=dtype, block_table=block_table, sinks=sinks, sink_values=sink_values)
-    reach = planes[0][0].reach
-    B, K, S = rows_of(reach, block_table)
-    # No program has tokens of two pages, or past S.
-    rows = math.gcd(TOKENS, reach.shape[2])
-    widths = (sum(plane.width for plane in each) for each in planes)
-    return pl.pallas_call(
-        functools.partial(_kernel, rows=rows, sinks=sinks),
-        out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
-        grid=(B, K, S // rows),
-        compiler_params=plt.CompilerParams(num_warps=4),
-        interpret=interpret,
-        name="zdc_dequantise",
-    )(ends.astype(jnp.int32), block_table, sink_values if sinks else (), planes)
-
-
 def check_dequantise(
     planes: Sequence[Sequence[Plane]],
     ends: Shaped,
@@ -118,6 +70,54 @@ def check_dequantise(
             raise ValueError(
                 f"{name} has {x.shape[2]} tokens of {x.dtype}: must have {sinks} of {jnp.dtype(dtype)}"
             )
+
+
+@lower_once("dtype", "sinks", "interpret")
+@common.checked_by(check_dequantise)
+def dequantise(
+    planes: Sequence[Sequence[Plane]],
+    ends: Int[Array, " B"],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    block_table: Int[Array, "B pages"] | None = None,
+    sinks: int = 0,
+    sink_values: Sequence[Float[Array, "B K P _"]] = (),
+    interpret: bool = False,
+) -> Sequence[Float[Array, "B K S _"]]:
+    """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
+
+    The zeros end at a multiple of `LARGEST_BLOCK`, or at S. Later slots are not written and have arbitrary
+    values.
+
+    Args:
+      planes: for each array, such as keys and values, the planes of its consecutive coordinates.
+      ends: number of slots of each sequence, int32.
+      dtype: dtype of the arrays: bfloat16, float16 or float32.
+      block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are zeros.
+      sinks: number of first tokens whose values are those of `sink_values`, not those of their levels.
+      sink_values: for each array the values of at least `sinks` tokens, in `dtype`; empty without sinks.
+      interpret: whether to run on any device, slowly.
+
+    Returns:
+      One array per entry of `planes`, rounded once from float32; tokens with a NaN scale are NaN.
+
+    Raises:
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
+      NotImplementedError: JAX has no Triton back end.
+    """
+    reach = planes[0][0].reach
+    B, K, S = rows_of(reach, block_table)
+    # No program has tokens of two pages, or past S.
+    rows = math.gcd(TOKENS, reach.shape[2])
+    widths = (sum(plane.width for plane in each) for each in planes)
+    return pl.pallas_call(
+        functools.partial(_kernel, rows=rows, sinks=sinks),
+        out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
+        grid=(B, K, S // rows),
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="zdc_dequantise",
+    )(ends.astype(jnp.int32), block_table, sink_values if sinks else (), planes)
 
 
 def _kernel(

@@ -43,7 +43,36 @@ TOKENS = 32
 """Largest number of tokens per program."""
 
 
+def check_encode(
+    x: Sequence[Shaped],
+    planes: Sequence[Sequence[Plane]],
+    starts: Shaped,
+    ends: Shaped,
+    *,
+    block_table: Shaped | None = None,
+) -> None:
+    """Check the arguments of `encode`; errors are those it documents."""
+    common.check_device()
+    check_back_end()
+    B, T, K, _ = x[0].shape
+    lead, _, slots = planes[0][0].reach.shape
+    if block_table is not None:
+        common.check_table(block_table, B, planes[0][0].reach, 1)
+    common.check_sizes(B=B, T=T, K=K, S=slots)
+    tokens = max(B, lead) if block_table is None else lead, K, slots
+    for i, (array, each) in enumerate(zip(x, planes, strict=True)):
+        common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
+        for j, plane in enumerate(each):
+            check_plane(f"planes[{i}][{j}]", plane, tokens)
+            check_offsets(f"planes[{i}][{j}]", plane)
+    for name, row in (("starts", starts), ("ends", ends)):
+        common.check_integers(name, row, (B,), "B")
+
+
 @lower_once("interpret")
+@common.checked_by(check_encode)
 def encode(
     x: Sequence[Float[Array, "B T K _"]],
     planes: Sequence[Sequence[Plane]],
@@ -72,7 +101,6 @@ def encode(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_encode(x, planes, starts, ends, block_table=block_table)
     B, T, K, _ = x[0].shape
     # Interpreted stores write the old value where a mask is false, and padding may share slots with tokens.
     rows = 1 if interpret and block_table is not None else min(TOKENS, pl.next_power_of_2(T))
@@ -88,34 +116,6 @@ def encode(
         interpret=interpret,
         name="zdc_encode",
     )(span, x, block_table, planes)[0]
-
-
-def check_encode(
-    x: Sequence[Shaped],
-    planes: Sequence[Sequence[Plane]],
-    starts: Shaped,
-    ends: Shaped,
-    *,
-    block_table: Shaped | None = None,
-) -> None:
-    """Check the arguments of `encode`; errors are those it documents."""
-    common.check_device()
-    check_back_end()
-    B, T, K, _ = x[0].shape
-    lead, _, slots = planes[0][0].reach.shape
-    if block_table is not None:
-        common.check_table(block_table, B, planes[0][0].reach, 1)
-    common.check_sizes(B=B, T=T, K=K, S=slots)
-    tokens = max(B, lead) if block_table is None else lead, K, slots
-    for i, (array, each) in enumerate(zip(x, planes, strict=True)):
-        common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
-        for j, plane in enumerate(each):
-            check_plane(f"planes[{i}][{j}]", plane, tokens)
-            check_offsets(f"planes[{i}][{j}]", plane)
-    for name, row in (("starts", starts), ("ends", ends)):
-        common.check_integers(name, row, (B,), "B")
 
 
 def _kernel(span_ref: Any, x_refs: Any, table_ref: Any, _before: Any, out: Any, *, rows: int) -> None:

@@ -92,65 +92,6 @@ class _Numbers(NamedTuple):
     copy: Array
 
 
-@lower_once("sinks", "window", "interpret")
-def put_near(
-    x: Sequence[Float[Array, "B T K _"]],
-    rings: Sequence[Plane],
-    rows: Int[Array, " B"],
-    starts: Int[Array, " B"],
-    ends: Int[Array, " B"],
-    *,
-    sinks: int,
-    window: int,
-    snapshots: RingSnapshots | None = None,
-    interpret: bool = False,
-) -> NearTokens:
-    """Quantize tokens at positions `starts` … `ends` - 1 into rings; list what their queries read.
-
-    Args:
-      x: keys and values of the chunk, float arrays of equal dtype; tokens from `ends` on are padding.
-      rings: rings of keys and of values, of 8 bits, levels [N, K, M, C] and scales [N, K, M].
-      rows: ring of each sequence, int32, all different; sequences with other numbers are not stored.
-      starts: position of the first new token of each sequence, int32.
-      ends: number of tokens of each sequence, int32, at most `starts` + T (not checked).
-      sinks: sinks of the rings; sink p is in slot window + p.
-      window: window of the rings, at least 1; position p is in slot p mod window.
-      snapshots: copies of rings to make.
-      interpret: whether to run on any device, slowly.
-
-    Returns:
-      Rings and snapshots, in the same memory if their arrays are donated, and the near tokens, in the dtype
-      of x. Rows without a near token are zeros.
-
-    Raises:
-      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
-      NotImplementedError: JAX has no Triton back end.
-    """
-    check_put_near(x, rings, rows, starts, ends, sinks=sinks, window=window, snapshots=snapshots)
-    first = first_near_row(starts, window)
-    marks, slots = (snapshots.marks, snapshots.slots) if snapshots else (ends, ends)
-    numbers = jnp.stack(_Numbers(rows, starts, ends, first, marks, slots), 1).astype(jnp.int32)
-    (B, T, K, _), M = x[0].shape, rings[0].reach.shape[2]
-    # Interpreted stores write the old value where a mask is false, perhaps to the place of another token.
-    g = _Geometry(M, 1 if interpret else math.gcd(M, ROWS), sinks, window)
-    like: Any = jax.ShapeDtypeStruct
-    total = pl.cdiv(rows_before(window) + T, ROWS) * ROWS
-    near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
-    of_sinks = [like((B, K, M - window, each.shape[3]), each.dtype) for each in x] if sinks else []
-    planes = rings, snapshots.planes if snapshots else []
-    stored = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), planes)
-    (rings, copies), (k, v), of_sinks = pl.pallas_call(
-        functools.partial(_kernel, g=g),
-        out_shape=(stored, near, of_sinks),
-        grid=(B, K, M // g.tile + total // ROWS),
-        input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(planes)))},
-        compiler_params=plt.CompilerParams(num_warps=2),
-        interpret=interpret,
-        name="zdc_put_near",
-    )(numbers, x, planes)
-    return NearTokens(rings, copies, Trailing(k, v, first, *of_sinks))
-
-
 def check_put_near(
     x: Sequence[Shaped],
     rings: Sequence[Plane],
@@ -193,6 +134,65 @@ def check_put_near(
         integers |= {"snapshots.marks": snapshots.marks, "snapshots.slots": snapshots.slots}
     for name, row in integers.items():
         common.check_integers(name, row, (B,), "B")
+
+
+@lower_once("sinks", "window", "interpret")
+@common.checked_by(check_put_near)
+def put_near(
+    x: Sequence[Float[Array, "B T K _"]],
+    rings: Sequence[Plane],
+    rows: Int[Array, " B"],
+    starts: Int[Array, " B"],
+    ends: Int[Array, " B"],
+    *,
+    sinks: int,
+    window: int,
+    snapshots: RingSnapshots | None = None,
+    interpret: bool = False,
+) -> NearTokens:
+    """Quantize tokens at positions `starts` … `ends` - 1 into rings; list what their queries read.
+
+    Args:
+      x: keys and values of the chunk, float arrays of equal dtype; tokens from `ends` on are padding.
+      rings: rings of keys and of values, of 8 bits, levels [N, K, M, C] and scales [N, K, M].
+      rows: ring of each sequence, int32, all different; sequences with other numbers are not stored.
+      starts: position of the first new token of each sequence, int32.
+      ends: number of tokens of each sequence, int32, at most `starts` + T (not checked).
+      sinks: sinks of the rings; sink p is in slot window + p.
+      window: window of the rings, at least 1; position p is in slot p mod window.
+      snapshots: copies of rings to make.
+      interpret: whether to run on any device, slowly.
+
+    Returns:
+      Rings and snapshots, in the same memory if their arrays are donated, and the near tokens, in the dtype
+      of x. Rows without a near token are zeros.
+
+    Raises:
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
+      NotImplementedError: JAX has no Triton back end.
+    """
+    first = first_near_row(starts, window)
+    marks, slots = (snapshots.marks, snapshots.slots) if snapshots else (ends, ends)
+    numbers = jnp.stack(_Numbers(rows, starts, ends, first, marks, slots), 1).astype(jnp.int32)
+    (B, T, K, _), M = x[0].shape, rings[0].reach.shape[2]
+    # Interpreted stores write the old value where a mask is false, perhaps to the place of another token.
+    g = _Geometry(M, 1 if interpret else math.gcd(M, ROWS), sinks, window)
+    like: Any = jax.ShapeDtypeStruct
+    total = pl.cdiv(rows_before(window) + T, ROWS) * ROWS
+    near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
+    of_sinks = [like((B, K, M - window, each.shape[3]), each.dtype) for each in x] if sinks else []
+    planes = rings, snapshots.planes if snapshots else []
+    stored = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), planes)
+    (rings, copies), (k, v), of_sinks = pl.pallas_call(
+        functools.partial(_kernel, g=g),
+        out_shape=(stored, near, of_sinks),
+        grid=(B, K, M // g.tile + total // ROWS),
+        input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(planes)))},
+        compiler_params=plt.CompilerParams(num_warps=2),
+        interpret=interpret,
+        name="zdc_put_near",
+    )(numbers, x, planes)
+    return NearTokens(rings, copies, Trailing(k, v, first, *of_sinks))
 
 
 def _kernel(

@@ -48,27 +48,6 @@ class Rounded(NamedTuple):
     values: Float[Array, "B T K C"]
 
 
-def round_tokens(
-    x: Sequence[Float[Array, "B T K _"]], bits: int, *, interpret: bool = False
-) -> list[Rounded]:
-    """Quantize all coordinates of the tokens x into one plane of `bits` for each array.
-
-    Args:
-      x: float arrays of tokens, such as keys and values. Each has a multiple of 16 coordinates.
-      bits: bits per level: 2 to 6, or 8.
-      interpret: whether to run on any device, slowly.
-
-    Returns:
-      The quantized tokens of each array. A token with a coordinate that is not finite has NaN values.
-
-    Raises:
-      ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
-      NotImplementedError: JAX has no Triton back end.
-    """
-    check_round_tokens(x, bits)
-    return _launch(tuple(x), bits=bits, interpret=interpret)
-
-
 def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
     """Check the arguments of `round_tokens`; errors are those it documents."""
     common.check_device()
@@ -88,8 +67,24 @@ def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
 
 
 @lower_once("bits", "interpret")
-def _launch(x: tuple[Array, ...], *, bits: int, interpret: bool) -> list[Rounded]:
-    """Launch `round_tokens` on checked arguments."""
+@common.checked_by(check_round_tokens)
+def round_tokens(
+    x: Sequence[Float[Array, "B T K _"]], bits: int, *, interpret: bool = False
+) -> list[Rounded]:
+    """Quantize all coordinates of the tokens x into one plane of `bits` for each array.
+
+    Args:
+      x: float arrays of tokens, such as keys and values. Each has a multiple of 16 coordinates.
+      bits: bits per level: 2 to 6, or 8.
+      interpret: whether to run on any device, slowly.
+
+    Returns:
+      The quantized tokens of each array. A token with a coordinate that is not finite has NaN values.
+
+    Raises:
+      ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
+      NotImplementedError: JAX has no Triton back end.
+    """
     B, T, K, _ = x[0].shape
     rows = min(TOKENS, pl.next_power_of_2(T))
     like: Any = jax.ShapeDtypeStruct

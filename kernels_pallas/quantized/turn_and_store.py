@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from kernels_pallas import common
 from kernels_pallas.common import LOG2_E
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import GAIN_BLOCK
@@ -87,6 +88,7 @@ class _Geometry(NamedTuple):
 
 
 @lower_once("sinks", "window", "scale", "interpret")
+@common.checked_by(check_turn_and_store)
 def turn_and_store(
     heads: Sequence[Float[Array, "B _ _"]],
     turning: Turning,
@@ -133,19 +135,6 @@ def turn_and_store(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_turn_and_store(
-        heads,
-        turning,
-        k_stored,
-        v_stored,
-        starts,
-        ends,
-        sinks=sinks,
-        window=window,
-        block_table=block_table,
-        first_ring=first_ring,
-        means=means,
-    )
     (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
     G = heads_of_first // K - (2 if len(heads) == 1 else 0)
     g = _Geometry(

@@ -69,7 +69,33 @@ class MeanTurns(NamedTuple):
     turns: Any
 
 
+def check_score_blocks(
+    q: Shaped,
+    mean: Shaped,
+    in_block: Shaped,
+    turns: Shaped,
+    starts: Shaped,
+    *,
+    ends: Shaped | None = None,
+) -> None:
+    """Check the arguments of `score_blocks`; errors are those it documents."""
+    common.check_device()
+    check_back_end()
+    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    B, T, N, H = q.shape
+    check_turns(MeanTurns(mean, in_block, turns), H)
+    common.check_groups(N, mean.shape[0])
+    common.check_integers("starts", starts, (B,), "B")
+    if ends is not None:
+        common.check_integers("ends", ends, (B,), "B")
+    common.check_sizes(B=B, T=T, N=N)
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
+    check_count(B * T * N, turns)
+
+
 @lower_once("scale", "interpret")
+@common.checked_by(check_score_blocks)
 def score_blocks(
     q: Float[Array, "B T N H"],
     mean: Float[Array, "K H"],
@@ -99,7 +125,6 @@ def score_blocks(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_score_blocks(q, mean, in_block, turns, starts, ends=ends)
     (B, T, N), blocks = q.shape[:3], turns.shape[0]
     # The first token may be the last of its block.
     tiles = 1 if T == 1 else 1 + pl.cdiv(T - 1, GAIN_BLOCK)
@@ -139,31 +164,6 @@ def split_in_two(x: Float[Array, "..."]) -> list[Array]:
     leading = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 13)
     high = lax.bitcast_convert_type(leading, jnp.float32)
     return [high.astype(jnp.float16), (x - high).astype(jnp.float16)]
-
-
-def check_score_blocks(
-    q: Shaped,
-    mean: Shaped,
-    in_block: Shaped,
-    turns: Shaped,
-    starts: Shaped,
-    *,
-    ends: Shaped | None = None,
-) -> None:
-    """Check the arguments of `score_blocks`; errors are those it documents."""
-    common.check_device()
-    check_back_end()
-    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, T, N, H = q.shape
-    check_turns(MeanTurns(mean, in_block, turns), H)
-    common.check_groups(N, mean.shape[0])
-    common.check_integers("starts", starts, (B,), "B")
-    if ends is not None:
-        common.check_integers("ends", ends, (B,), "B")
-    common.check_sizes(B=B, T=T, N=N)
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
-    check_count(B * T * N, turns)
 
 
 def check_turns(means: MeanTurns, H: int) -> None:

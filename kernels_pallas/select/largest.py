@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas.common import SMS
+from kernels_pallas.common import SMS, checked_by
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.mgpu_ext import (
     RUN,
@@ -74,6 +74,8 @@ PARTS = 16
 """Largest number of parts of a row; each adds to the time of the second launch."""
 
 
+@lower_once("k")
+@checked_by(check_largest)
 def largest(
     scores: Float[Array, "B K S"], begin: Int[Array, " B"], end: Int[Array, " B"], *, k: int
 ) -> Int[Array, "B K k"]:
@@ -95,13 +97,6 @@ def largest(
       ValueError: a shape, dtype or k is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    check_largest(scores, begin, end, k=k)
-    return _launch(scores, begin, end, k=k)
-
-
-@lower_once("k")
-def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
-    """Launch `largest` on checked arguments."""
     B, K, S = scores.shape
     if S < BLOCK:
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, BLOCK - S)))

@@ -62,6 +62,8 @@ UNSEEN = -(2.0**64)
 """Initial maximum of products: below all, and a power of two, whose product with a scale is exact."""
 
 
+@lower_once("scale", "config")
+@common.checked_by(check_scan)
 def index_scores(
     q: Float[Array, "B N C"],
     index: Plane,
@@ -101,13 +103,41 @@ def index_scores(
       ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    check_scan(q, index, begin, end, block_table=block_table, config=config)
+    (_, N, C), (B, K, S) = q.shape, rows_of(index.reach, block_table)
+    page = 0 if block_table is None else index.reach.shape[2]
     if config is None:
-        B, K, S = rows_of(index.reach, block_table)
-        page = 0 if block_table is None else index.reach.shape[2]
         config = default_scan_config(B * K, S, index.levels.shape[-1], page)
-    arrays = index.levels, index.reach, begin, end, block_table
-    return _launch(q, *arrays, bits=index.bits, scale=float(scale), config=config)
+    g = _Geometry(
+        K=K,
+        G=N // K,
+        S=S,
+        page=page,
+        words=C * index.bits // 32,
+        bits=index.bits,
+        block=config.block,
+        parts=config.splits,
+        every=1,
+        writes=N == K,
+        sums=N == K,
+    )
+    operands = _Operands(
+        begin=begin.astype(jnp.int32),
+        end=end.astype(jnp.int32),
+        queries=_integers(q, g, scale),
+        sums=None,
+        words=_words(index.levels),
+        reach=index.reach,
+        table=block_table,
+    )
+    if g.writes:
+        scores, sums = _scan(g, operands)
+        lse = _merged(sums)
+    else:
+        parts = max(1, min(SAMPLE_PARTS, SAMPLE_AT_ONCE * common.SMS // (B * K)))
+        sample = g._replace(block=SAMPLE_BLOCK, every=SAMPLE_EVERY, parts=parts, sums=True)
+        (sums,) = _scan(sample, operands)
+        lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), operands._replace(sums=sums))
+    return scores, lse[..., : g.G].reshape(B, N)
 
 
 class _Geometry(NamedTuple):
@@ -160,54 +190,6 @@ class _Operands(NamedTuple):
     words: Any
     reach: Any
     table: Any
-
-
-@lower_once("bits", "scale", "config")
-def _launch(
-    q: Array,
-    levels: Array,
-    reach: Array,
-    begin: Array,
-    end: Array,
-    block_table: Array | None,
-    *,
-    bits: int,
-    scale: float,
-    config: ScanConfig,
-) -> tuple[Array, Array]:
-    """Launch `index_scores` on checked arguments."""
-    (_, N, C), (B, K, S) = q.shape, rows_of(reach, block_table)
-    g = _Geometry(
-        K=K,
-        G=N // K,
-        S=S,
-        page=0 if block_table is None else reach.shape[2],
-        words=C * bits // 32,
-        bits=bits,
-        block=config.block,
-        parts=config.splits,
-        every=1,
-        writes=N == K,
-        sums=N == K,
-    )
-    operands = _Operands(
-        begin=begin.astype(jnp.int32),
-        end=end.astype(jnp.int32),
-        queries=_integers(q, g, scale),
-        sums=None,
-        words=_words(levels),
-        reach=reach,
-        table=block_table,
-    )
-    if g.writes:
-        scores, sums = _scan(g, operands)
-        lse = _merged(sums)
-    else:
-        parts = max(1, min(SAMPLE_PARTS, SAMPLE_AT_ONCE * common.SMS // (B * K)))
-        sample = g._replace(block=SAMPLE_BLOCK, every=SAMPLE_EVERY, parts=parts, sums=True)
-        (sums,) = _scan(sample, operands)
-        lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), operands._replace(sums=sums))
-    return scores, lse[..., : g.G].reshape(B, N)
 
 
 def _scan(g: _Geometry, operands: _Operands) -> list[Array]:

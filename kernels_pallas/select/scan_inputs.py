@@ -83,7 +83,7 @@ def check_scan(
     end: Shaped,
     *,
     block_table: Shaped | None = None,
-    config: ScanConfig | None,
+    config: ScanConfig | None = None,
 ) -> None:
     """Check the arguments of `index_scores`; errors are those it documents."""
     common.check_device()

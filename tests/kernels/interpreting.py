@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 
 @contextmanager
-def interpreted(module: Any, launch: str = "_launch", **plain: Callable[..., Any]) -> Iterator[None]:
+def interpreted(module: Any, launch: str, **plain: Callable[..., Any]) -> Iterator[None]:
     """Interpret the kernel that `launch` of the module launches, and assert that it has no races.
 
     plain: replacements by name for functions of the module that the interpreter does not support.

@@ -234,7 +234,7 @@ PLAIN = {
 
 @pytest.fixture
 def interpreted():
-    with interpreting.interpreted(coded_scan, **PLAIN):
+    with interpreting.interpreted(coded_scan, "index_scores", **PLAIN):
         yield
 
 

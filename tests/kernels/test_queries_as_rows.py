@@ -75,7 +75,7 @@ class Case:
 
 @pytest.fixture
 def interpreted():
-    others = [(coded_scan, "_launch", test_coded_scan.PLAIN), (select, "_launch", test_select.PLAIN)]
+    others = [(coded_scan, "index_scores", test_coded_scan.PLAIN), (select, "largest", test_select.PLAIN)]
     with test_coded_decode.interpreted_with_registers(*others):
         yield
 

@@ -233,7 +233,7 @@ def test_devices(monkeypatch, backend, capability, dtype, expected):
 
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
 def test_scores_keep_their_order(scale):
-    # Masked scores are -inf before scaling. This check comes first, even before that of the device.
+    # Masked scores are -inf before scaling.
     x, keys = jnp.zeros((1, 2, 4, 16), jnp.bfloat16), jnp.zeros((1, 4, 64, 16), jnp.bfloat16)
     with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
         kernels.prefill_attention(x, keys, keys, scale=scale)

@@ -163,7 +163,7 @@ PLAIN = {
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["whole rows", "parts"])
 def interpreted(request):
-    with interpreting.interpreted(select, **PLAIN, _parts=lambda *_: request.param):
+    with interpreting.interpreted(select, "largest", **PLAIN, _parts=lambda *_: request.param):
         yield
 
 
