@@ -57,16 +57,14 @@ def post_rope_reference(
     angles_sin: Float[Array, "B T H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
-    *,
-    qk_rank: int,
-) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T C-R"]]:
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T C"]]:
     """Apply RoPE on pairs (i, i + H/2), then each KV head's rotation.
 
     The rotary embedding is computed in at least float32 and rounded to q's dtype, as are the results. Pass
     float64 for exact results.
 
     Returns:
-      Rotated queries, the prefix (first R coordinates) of rotated keys, and their tail.
+      Rotated queries and keys.
     """
     B, T, N, H = q.shape
 
@@ -78,7 +76,7 @@ def post_rope_reference(
     groups = turn(q).reshape(B, T, k.shape[2], -1, H)
     rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1).astype(q.dtype)
     keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation).astype(k.dtype)
-    return rotated, keys[..., :qk_rank], keys[..., qk_rank:]
+    return rotated, keys
 
 
 def largest_reference(

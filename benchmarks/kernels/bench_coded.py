@@ -208,7 +208,7 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
 
     def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile holds tokens of one sequence.
-        q, k, _ = post_rope(*rows, *(x[None] for x in turning[:2]), *bases, qk_rank=H, keep_tail=False)
+        q, k = post_rope(*rows, *(x[None] for x in turning[:2]), *bases)
         return q.swapaxes(0, 1), k.transpose(2, 0, 1, 3)
 
     def apart(state: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:

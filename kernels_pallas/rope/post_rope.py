@@ -7,10 +7,10 @@
                     wait ready[slot] → RoPE in float32 registers → load a later step → acc += x A (wgmma)
                 store y through shared memory
 
-It computes q' = RoPE(q) A_Q and k' = RoPE(k) A_K. Every coordinate is read once and, after truncation to R,
-written once: 2 (H + C) bytes and 2 H C FLOP per head and token. Memory traffic bounds the time, so everything
-shared must stay close to the cores. All tokens share the rotations, H × C per KV head. All heads share the
-angles, H float32 per token, as many bytes as two heads.
+It computes q' = RoPE(q) A_Q and k' = RoPE(k) A_K. Every coordinate is read once, and each of the C that are
+kept is written once: 2 (H + C) bytes and 2 H C FLOP per head and token. Memory traffic bounds the time, so
+everything shared must stay close to the cores. All tokens share the rotations, H × C per KV head. All heads
+share the angles, H float32 per token, as many bytes as two heads.
 
 A CTA keeps the rotations of P KV heads in shared memory and walks over the tokens. Each warpgroup takes 64
 tokens, loads their angles into registers once, and walks over the P(G+1) heads. L2 thus serves 1 + 2/(P(G+1))
@@ -85,7 +85,6 @@ class _Geometry(NamedTuple):
     G: int
     H: int
     C: int
-    R: int
     kv_heads: int
     """KV heads of one CTA, with query rotation and key rotation."""
     split: bool
@@ -113,7 +112,7 @@ class _Geometry(NamedTuple):
         return self.B * pl.cdiv(self.T, TILE_TOKENS)
 
 
-@lower_once("qk_rank", "keep_tail", "by_token", "config")
+@lower_once("by_token", "config")
 def post_rope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -122,11 +121,9 @@ def post_rope(
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
     *,
-    qk_rank: int,
-    keep_tail: bool,
     by_token: bool = False,
     config: PostRopeConfig | None = None,
-) -> tuple[Float[Array, "B T N C"], Float[Array, "B _ _ R"], Float[Array, "B _ _ H-R"] | None]:
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B _ _ C"]]:
     """Apply rotary embedding and basis to queries and keys.
 
     q and k share one dtype, bfloat16 or float16; the rotations are float16 or have the dtype of q. With
@@ -141,33 +138,20 @@ def post_rope(
       angles_cos: cosines of the rotary angles, float32. Coordinates i and i + H/2 are a rotary pair, as in
         Hugging Face weights.
       angles_sin: sines of the rotary angles, float32.
-      q_rotation: basis of queries. C is H with `keep_tail`, else R.
+      q_rotation: basis of queries. C is a multiple of 16 up to H.
       k_rotation: basis of keys.
-      qk_rank: R, a multiple of 16 up to H.
-      keep_tail: whether to return the trailing coordinates.
       by_token: whether keys are returned in the layout of k, [B, T, K, ·], or in that of a cache,
         [B, K, T, ·].
       config: launch configuration; None uses the default.
 
     Returns:
-      Rotated queries, the first R coordinates of the keys, and their last H-R. The last is None without
-      `keep_tail`, or if R = H.
+      Rotated queries and keys.
 
     Raises:
       ValueError: a dtype, rank, head dimension or shape is not allowed. Raised before launch.
       NotImplementedError: the GPU has another compute capability than 9.0.
     """
-    g = checked_launch(
-        q,
-        k,
-        angles_cos,
-        angles_sin,
-        q_rotation,
-        k_rotation,
-        qk_rank=qk_rank,
-        keep_tail=keep_tail,
-        config=config,
-    )
+    g = checked_launch(q, k, angles_cos, angles_sin, q_rotation, k_rotation, config=config)
     T = q.shape[1]
     q, k = (_pad_tokens(x, 8) for x in (q, k))
     operands = [
@@ -179,21 +163,18 @@ def post_rope(
         k_rotation,
     ]
     B, N = q.shape[0], q.shape[2]
-    widths = [g.R, g.C - g.R] if g.C > g.R else [g.R]
     lead = (B, g.T, g.K) if by_token else (B, g.K, g.T)
     kernel = plgpu.kernel(
         functools.partial(_kernel, g=g, by_token=by_token, dtype=q.dtype),
-        out_type=[jax.ShapeDtypeStruct((B, g.T, N, g.C), q.dtype)]
-        + [jax.ShapeDtypeStruct((*lead, width), q.dtype) for width in widths],
+        out_type=[jax.ShapeDtypeStruct((*each, g.C), q.dtype) for each in ((B, g.T, N), lead)],
         grid=(g.units * g.shares,),
         grid_names=("cta",),
         num_threads=g.warpgroups,
         thread_name="wg",
         kernel_name="zdc_post_rope",
     )
-    rotated, *keys = kernel(*operands)
-    prefix, tail = (*(each[:, :T] if by_token else each[:, :, :T] for each in keys), None)[:2]
-    return rotated[:, :T], prefix, tail
+    queries, keys = kernel(*operands)
+    return queries[:, :T], keys[:, :T] if by_token else keys[:, :, :T]
 
 
 def checked_launch(
@@ -204,28 +185,23 @@ def checked_launch(
     q_rotation: Shaped,
     k_rotation: Shaped,
     *,
-    qk_rank: int,
-    keep_tail: bool,
     config: PostRopeConfig | None = None,
 ) -> _Geometry:
     """Return the launch for arguments of `post_rope`, with padded tokens; errors are those it documents."""
-    R = qk_rank
     common.check_device()
 
     def require(ok: bool, name: str, value: Any, allowed: str) -> None:
         if not ok:
             raise ValueError(f"post_rope: {name} is {value}; allowed: {allowed}")
 
-    for name, x in (("q", q), ("k", k)):
-        require(x.ndim == 4, f"{name}.shape", x.shape, "4 dimensions")
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    C = H if keep_tail else R
+    for name, x, count in (("q", q, 4), ("k", k, 4), ("q_rotation", q_rotation, 3)):
+        require(x.ndim == count, f"{name}.shape", x.shape, f"{count} dimensions")
+    (B, T, N, H), K, C = q.shape, k.shape[2], q_rotation.shape[2]
     require(q.dtype in (jnp.bfloat16, jnp.float16), "q.dtype", q.dtype, "bfloat16, float16")
     require(min(q.shape) > 0, "q.shape", q.shape, "no empty dimension")
     rotation_dtype = jnp.float16 if q_rotation.dtype == jnp.float16 else q.dtype
     require(H % 32 == 0 and H <= 256, "the head dimension of q", H, "multiples of 32 up to 256")
-    require(R % 16 == 0 and 16 <= R <= H, "qk_rank", R, f"multiples of 16 from 16 to {H}")
+    require(C % 16 == 0 and 16 <= C <= H, "the rank of q_rotation", C, f"multiples of 16 from 16 to {H}")
     require(K > 0 and N % K == 0, "the number of heads of k", K, f"divisors of q's {N} heads")
     for name, x, shape, dtype in (
         ("k", k, (B, T, K, H), q.dtype),
@@ -238,7 +214,7 @@ def checked_launch(
         require(x.dtype == dtype, f"{name}.dtype", x.dtype, str(jnp.dtype(dtype)))
     T += -T % 8
     config = config or default_config(K, B * pl.cdiv(T, TILE_TOKENS))
-    return _geometry(B, T, N, K, H, C, R, config)
+    return _geometry(B, T, N, K, H, C, config)
 
 
 def _pad_tokens(x: Array, multiple: int) -> Array:
@@ -247,7 +223,7 @@ def _pad_tokens(x: Array, multiple: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
-def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: PostRopeConfig) -> _Geometry:
+def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, config: PostRopeConfig) -> _Geometry:
     """Return the launch: how many KV heads a CTA takes, and how deep its rings can be."""
     pair = 2 * H * C * 2
     wgs = config.warpgroups
@@ -264,7 +240,7 @@ def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: Po
     def tile(width):
         return wgs * TILE_TOKENS * width * 2
 
-    g = _Geometry(B, T, K, N // K, H, C, R, kv_heads, split, wgs, 1, 1)
+    g = _Geometry(B, T, K, N // K, H, C, kv_heads, split, wgs, 1, 1)
     stages = (SHARED_BYTES - rotations - tile(C)) // tile(2 * g.column_block)
     if stages < 1:
         raise ValueError(f"post_rope: config is {config}; allowed: what fits into {SHARED_BYTES} bytes")
@@ -324,10 +300,9 @@ def _work(g: _Geometry) -> _Work:
 
 
 def _kernel(*refs: Any, g: _Geometry, by_token: bool, dtype: Any) -> None:
-    q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, q_out, *k_out = refs
+    q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, q_out, k_out = refs
     rotation_dtype = q_rotation.dtype
     w = g.column_block
-    widths = [ref.shape[-1] for ref in k_out]
     rotation_count = 1 if g.split else 2 * g.kv_heads
 
     @functools.partial(
@@ -335,9 +310,7 @@ def _kernel(*refs: Any, g: _Geometry, by_token: bool, dtype: Any) -> None:
         collective_axes="wg",
         rotations=tiled(rotation_count, g.H, g.C, dtype=rotation_dtype, width=tile_width(w, g.C)),
         ring=tiled(g.warpgroups, g.stages, 2, TILE_TOKENS, w, dtype=dtype, width=w),
-        out=[
-            tiled(g.warpgroups, TILE_TOKENS, width, dtype=dtype, width=tile_width(width)) for width in widths
-        ],
+        out=tiled(g.warpgroups, TILE_TOKENS, g.C, dtype=dtype, width=tile_width(g.C)),
         rotations_ready=plgpu.Barrier(num_arrivals=rotation_count),
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=g.warpgroups * g.stages),
     )
@@ -382,12 +355,17 @@ def _kernel(*refs: Any, g: _Geometry, by_token: bool, dtype: Any) -> None:
                             plgpu.wgmma(acc, x.astype(rotation_dtype), rotation.at[inner])
                     return acc[...]
 
-                y = pl.run_scoped(multiply, plgpu.ACC((TILE_TOKENS, g.C), jnp.float32))
-                parts = [part.at[wg] for part in out]
-                _stage(parts, y.astype(dtype))
-                pl.when(member < g.G)(lambda: _store(parts, q_out.at[b, rows, kv * g.G + member]))
-                keys = [ref.at[b, rows, kv] if by_token else ref.at[b, kv, rows] for ref in k_out]
-                pl.when(member == g.G)(lambda: _store_keys(parts, keys))
+                y = pl.run_scoped(multiply, plgpu.ACC((TILE_TOKENS, g.C), jnp.float32)).astype(dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The previous results have left.
+                out.at[wg][...] = y
+                plgpu.commit_smem()
+
+                def store(to: Any) -> None:
+                    plgpu.copy_smem_to_gmem(out.at[wg], to)
+
+                pl.when(member < g.G)(lambda: store(q_out.at[b, rows, kv * g.G + member]))
+                keys = k_out.at[b, rows, kv] if by_token else k_out.at[b, kv, rows]
+                pl.when(member == g.G)(lambda: store(keys))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -425,30 +403,6 @@ def _load_rotations(work: _Work, refs: tuple[Any, Any], rotations: Any, ready: A
                 pl.when(work.first_member == member)(start)
             else:
                 start()
-
-
-def _stage(parts: list[Any], y: Array) -> None:
-    """Write consecutive columns of y into shared memory, once the previous results have left it."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    first = 0
-    for part in parts:
-        part[...] = y[:, first : first + part.shape[-1]]
-        first += part.shape[-1]
-    plgpu.commit_smem()
-
-
-def _store(parts: list[Any], ref: Any) -> None:
-    """Start the copies of all parts into consecutive columns."""
-    first = 0
-    for part in parts:
-        plgpu.copy_smem_to_gmem(part, ref.at[:, pl.ds(first, part.shape[-1])])
-        first += part.shape[-1]
-
-
-def _store_keys(parts: list[Any], refs: list[Any]) -> None:
-    """Start the copies of prefix and tail into their arrays."""
-    for part, ref in zip(parts, refs, strict=True):
-        plgpu.copy_smem_to_gmem(part, ref)
 
 
 def _divmod(x: Array, y: Any) -> tuple[Array, Array]:

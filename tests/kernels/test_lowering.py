@@ -266,7 +266,7 @@ def rotate_on_gpu():
     q, k = jnp.ones((1, 64, 4, 64), jnp.bfloat16), jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     angles, rotation = jnp.ones((1, 64, 32)), jnp.ones((2, 64, 64), jnp.bfloat16)
     lowering._launches.clear()
-    found = post_rope(q, k, angles, angles, rotation, rotation, qk_rank=64, keep_tail=False)
+    found = post_rope(q, k, angles, angles, rotation, rotation)
     (made,) = lowering._launches.values()
     text = made.lowered.exported.mlir_module()
     return np.asarray(found[0]), re.sub(r"(^|\n)#loc[^\n]*| loc\([^)]*\)", "", text)

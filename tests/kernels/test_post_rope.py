@@ -48,24 +48,23 @@ def lower(arguments: list[Any], **options: Any) -> str:
     return lowered.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def in_float64(arguments: list[jax.Array], qk_rank: int) -> list[np.ndarray]:
+def in_float64(arguments: list[jax.Array]) -> list[np.ndarray]:
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
-        return [np.asarray(x) for x in post_rope_reference(*exact, qk_rank=qk_rank)]
+        return [np.asarray(x) for x in post_rope_reference(*exact)]
 
 
 SHAPES = [(32, 16), (64, 16), (64, 64), (96, 48), (128, 64), (128, 80), (128, 128), (256, 16), (256, 240)]
 
 
 @pytest.mark.parametrize(("T", "G"), [(1, 4), (64, 1), (1000, 4), (4096, 1)])
-@pytest.mark.parametrize("keep_tail", [False, True])
-@pytest.mark.parametrize(("H", "R"), SHAPES)
+@pytest.mark.parametrize(("H", "C"), SHAPES)
 @pytest.mark.matrix
-def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> None:
+def test_lowers_for_cuda(H: int, C: int, G: int, T: int) -> None:
     dtype = jnp.float16 if T == 64 else jnp.bfloat16
     options = {"dtype": dtype, "rotation_dtype": jnp.float16 if T > 1 else dtype}
-    shapes = jax.eval_shape(lambda: random_inputs(T=T, G=G, H=H, C=H if keep_tail else R, **options))
-    assert "mosaic_gpu" in lower(shapes, qk_rank=R, keep_tail=keep_tail)
+    shapes = jax.eval_shape(lambda: random_inputs(T=T, G=G, H=H, C=C, **options))
+    assert "mosaic_gpu" in lower(shapes)
 
 
 @pytest.mark.gpu
@@ -74,26 +73,24 @@ def test_keys_are_the_same_in_both_orders(T: int) -> None:
     inputs = random_inputs(T=T, G=2, H=128, C=128, dtype=jnp.bfloat16)
     fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
     heads, tokens = (
-        jax.jit(functools.partial(post_rope, qk_rank=96, keep_tail=True, by_token=by_token))(*inputs)
-        for by_token in (False, True)
+        jax.jit(functools.partial(post_rope, by_token=by_token))(*inputs) for by_token in (False, True)
     )
     np.testing.assert_array_equal(heads[0], tokens[0])
-    for one, other in zip(heads[1:], tokens[1:], strict=True):
-        np.testing.assert_array_equal(one, other.swapaxes(1, 2))
+    np.testing.assert_array_equal(heads[1], tokens[1].swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("K", [1, 8, 32])
 @pytest.mark.matrix
 def test_lowers_when_a_cta_shares_angles_among_heads(K: int) -> None:
     shapes = jax.eval_shape(lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, dtype=jnp.bfloat16))
-    assert "mosaic_gpu" in lower(shapes, qk_rank=64, keep_tail=True, by_token=True)
+    assert "mosaic_gpu" in lower(shapes, by_token=True)
 
 
 def test_reference_is_the_formula() -> None:
     q, k, cos, sin, a_q, a_k = (
         np.asarray(x, np.float64) for x in random_inputs(T=5, G=3, H=8, C=6, dtype=jnp.float32)
     )
-    got = in_float64([q, k, cos, sin, a_q, a_k], 4)
+    got = in_float64([q, k, cos, sin, a_q, a_k])
     rotary = cos + 1j * sin
 
     def turned(x: np.ndarray) -> np.ndarray:
@@ -104,8 +101,7 @@ def test_reference_is_the_formula() -> None:
         np.testing.assert_allclose(got[0][:, :, n], turned(q[:, :, n]) @ a_q[n // 3], atol=1e-12)
     for j in range(2):
         want = turned(k[:, :, j]) @ a_k[j]
-        np.testing.assert_allclose(np.concatenate([got[1][:, j], got[2][:, j]], -1), want, atol=1e-12)
-    assert got[1].shape[-1] == 4
+        np.testing.assert_allclose(got[1][:, j], want, atol=1e-12)
 
 
 BAD = {
@@ -118,10 +114,11 @@ BAD = {
     "the head dimension of q is 72": lambda a: a | {"q": jnp.concatenate([a["q"], a["q"][..., :8]], -1)},
     "angles_cos.shape is ": lambda a: a | {"angles_cos": a["angles_cos"][..., :16]},
     "angles_sin.dtype is bfloat16": lambda a: a | {"angles_sin": a["angles_sin"].astype(jnp.bfloat16)},
-    "q_rotation.shape is ": lambda a: a | {"q_rotation": a["q_rotation"][..., :32]},
+    "q_rotation.shape is ": lambda a: a | {"q_rotation": a["q_rotation"][0]},
+    "k_rotation.shape is ": lambda a: a | {"k_rotation": a["k_rotation"][..., :32]},
     "k_rotation.dtype is float32": lambda a: a | {"k_rotation": a["k_rotation"].astype(jnp.float32)},
-    "qk_rank is 24": lambda a: a | {"qk_rank": 24},
-    "qk_rank is 80": lambda a: a | {"qk_rank": 80},
+    "the rank of q_rotation is 24": lambda a: a | {"q_rotation": a["q_rotation"][..., :24]},
+    "the rank of q_rotation is 128": lambda a: a | {"q_rotation": jnp.tile(a["q_rotation"], 2)},
     "config is ": lambda a: a | {"config": PostRopeConfig(warpgroups=32)},
 }
 
@@ -131,7 +128,7 @@ BAD = {
 def test_refuses(message: str) -> None:
     names = ("q", "k", "angles_cos", "angles_sin", "q_rotation", "k_rotation")
     inputs = random_inputs(T=8, G=2, H=64, C=64, dtype=jnp.bfloat16)
-    good = dict(zip(names, inputs, strict=True)) | {"qk_rank": 32, "keep_tail": True}
+    good = dict(zip(names, inputs, strict=True))
     with pytest.raises(ValueError, match=message):
         post_rope(**BAD[message](good))
 
@@ -147,22 +144,15 @@ def test_refuses(message: str) -> None:
         (4096, 2, jnp.bfloat16, jnp.float16),
     ],
 )
-@pytest.mark.parametrize("keep_tail", [False, True])
-@pytest.mark.parametrize(("H", "R"), SHAPES)
-def test_equals_reference(
-    H: int, R: int, keep_tail: bool, T: int, G: int, dtype: Any, rotation_dtype: Any
-) -> None:
+@pytest.mark.parametrize(("H", "C"), SHAPES)
+def test_equals_reference(H: int, C: int, T: int, G: int, dtype: Any, rotation_dtype: Any) -> None:
     # The error is at most twice XLA's in the same dtype, and all outputs are written.
-    C = H if keep_tail else R
     inputs = random_inputs(T=T, G=G, H=H, C=C, dtype=dtype, rotation_dtype=rotation_dtype)
     fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
-    got = jax.jit(functools.partial(post_rope, qk_rank=R, keep_tail=keep_tail))(*inputs)
-    xla = jax.jit(functools.partial(post_rope_reference, qk_rank=R))(*inputs)
-    exact = in_float64(inputs, R)
-    assert (got[2] is None) == (C == R)
+    got = jax.jit(post_rope)(*inputs)
+    xla = jax.jit(post_rope_reference)(*inputs)
+    exact = in_float64(inputs)
     for ours, theirs, truth in zip(got, xla, exact, strict=True):
-        if ours is None:
-            continue
         assert ours.dtype == dtype
 
         def loss(x, truth=truth):

@@ -74,21 +74,21 @@ def decode_call(rng: np.random.Generator) -> Call:
 
 def post_rope_call(rng: np.random.Generator) -> Call:
     B, T, K, G = rng.integers(1, 200, 4) % [3, 200, 4, 3] + 1
-    H, keep_tail = int(rng.choice([32, 64, 96, 128, 256])), bool(rng.random() < 0.5)
-    R = 16 * int(rng.integers(1, H // 16 + 1))
-    C = H if keep_tail else R
+    H = int(rng.choice([32, 64, 96, 128, 256]))
+    C = 16 * int(rng.integers(1, H // 16 + 1))
     angles = shape(B, T, H // 2, dtype=jnp.float32)
     arrays = {"q": shape(B, T, K * G, H), "k": shape(B, T, K, H), "angles_cos": angles, "angles_sin": angles}
     arrays |= {"q_rotation": shape(K, H, C), "k_rotation": shape(K, H, C)}
-    return arrays, {"qk_rank": R, "keep_tail": keep_tail, "config": PostRopeConfig()}
+    return arrays, {"config": PostRopeConfig()}
 
 
 def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str, Any]) -> Call:
     """Return a call with one array of another size, dtype or rank, or with one other option."""
     if options and rng.random() < 0.3:
         name = rng.choice(list(options))
-        values = {"keys": ["all", "far", "near"], "qk_rank": [8, 48, 272], "keep_tail": [False, True]}
-        values["config"] = [PostRopeConfig(warpgroups=8) if "qk_rank" in options else DecodeConfig(block=128)]
+        values: dict[str, list[Any]] = {"keys": ["all", "far", "near"]}
+        of_rope = isinstance(options.get("config"), PostRopeConfig)
+        values["config"] = [PostRopeConfig(warpgroups=8) if of_rope else DecodeConfig(block=128)]
         other = values.get(name, [-1, 0, 60, 65, 100])
         return arrays, options | {name: other[rng.integers(len(other))]}
     leaves, tree = jax.tree.flatten(arrays)

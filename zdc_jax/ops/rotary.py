@@ -114,13 +114,12 @@ def rope_and_basis(
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
     arrays = q, k, positions, q_rotation, k_rotation
-    options: dict[str, Any] = {"qk_rank": C, "keep_tail": False}
 
     def refusal() -> str | None:
-        return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
+        return attention.kernel_refusal(post_rope_refusal, operands, *arrays)
 
     if implementation in (None, "pallas") and refusal() is None:
-        queries, keys, _ = post_rope(**operands(*arrays), **options, by_token=by_token)
+        queries, keys = post_rope(**operands(*arrays), by_token=by_token)
         keys = keys if by_token else keys.swapaxes(1, 2)
         return queries.reshape(*q.shape[:3], C), keys.reshape(*k.shape[:3], C)
     frequencies = jnp.asarray(frequencies, jnp.float32)
