@@ -127,6 +127,20 @@ def check_integers(name: str, x: Shaped, expected: tuple[int | None, ...], axes:
         raise ValueError(f"{name} has dtype {x.dtype}: must be an integer dtype")
 
 
+def check_rows(B: int | None, **rows: Shaped | None) -> None:
+    """Raise `ValueError` unless each array has one integer per sequence; None is allowed."""
+    for name, x in rows.items():
+        if x is not None:
+            check_integers(name, x, (B,), "B")
+
+
+def check_floats(name: str, x: Shaped, expected: tuple[int | None, ...], axes: str) -> None:
+    """Raise `ValueError` unless `x` has the expected shape and a float dtype."""
+    check_shape(name, x, expected, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {x.dtype}: must be a float dtype")
+
+
 def check_sizes(**sizes: int) -> None:
     """Raise `ValueError` if a size is zero: launches need a non-empty grid, copies a non-empty source."""
     for name, size in sizes.items():
@@ -164,9 +178,11 @@ def check_caches(rows: int, num_kv_heads: int) -> None:
         )
 
 
-def check_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Raise `ValueError` unless the query heads divide into equal groups."""
+def check_groups(num_heads: int, num_kv_heads: int, most: int | None = None) -> None:
+    """Raise `ValueError` unless the query heads divide into equal groups, of at most `most` heads."""
     if not num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"q has {num_heads} heads: must be a multiple of the {num_kv_heads} heads of k and v"
         )
+    if most is not None and num_heads // num_kv_heads > most:
+        raise ValueError(f"q has {num_heads // num_kv_heads} heads per KV head: must be at most {most}")

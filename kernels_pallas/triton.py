@@ -8,8 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
 from kernels_pallas.quantized.byte_levels import bit_planes
-from kernels_pallas.quantized.inputs import Plane
+from kernels_pallas.quantized.inputs import Plane, check_plane
 
 try:
     import jax.experimental.pallas.triton as plt
@@ -20,7 +22,8 @@ OFFSETS = "must be at most 2^31, or above 2^32, where Triton uses 64-bit offsets
 
 
 def check_back_end() -> None:
-    """Raise `NotImplementedError` if JAX has no Triton back end."""
+    """Raise `NotImplementedError` on a GPU without support, and if JAX has no Triton back end."""
+    common.check_device()
     if plt is None:
         raise NotImplementedError("this JAX has no Triton back end for Pallas")
 
@@ -39,11 +42,24 @@ def count_addressable(most: int, sizes: Sequence[int]) -> int:
     return next(fitting, 1)
 
 
-def check_offsets(name: str, plane: Plane) -> None:
-    """Raise `ValueError` for a plane that Triton cannot address."""
+def check_planes(name: str, planes: Sequence[Plane], tokens: tuple[int, int, int]) -> None:
+    """Raise `ValueError` unless kernels can read each plane of [B, K, S] `tokens`, and Triton address it."""
+    for i, plane in enumerate(planes):
+        check_addressed(f"{name}[{i}]", plane, tokens)
+
+
+def check_addressed(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
+    """Raise `ValueError` unless kernels can read a plane of [B, K, S] `tokens`, and Triton address it."""
+    check_plane(name, plane, tokens)
     for part, x in (("levels", plane.levels), ("reach", plane.reach)):
         if not is_addressable(size := math.prod(x.shape)):
             raise ValueError(f"{name}.{part} has {size} bytes: {OFFSETS}")
+
+
+def check_bytes(name: str, x: Shaped) -> None:
+    """Raise `ValueError` for an array whose offsets exceed 32 bits."""
+    if (size := math.prod(x.shape) * x.dtype.itemsize) > 2**31:
+        raise ValueError(f"{name} has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
 
 
 def in_pages(table_ref: Any, b: Array, slot: Array, pool: tuple[int, ...]) -> tuple[Array, Array, Array]:

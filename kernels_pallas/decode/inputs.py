@@ -99,16 +99,14 @@ def check_decode(
     common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
     leading, K, S, R = k.shape
     common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
-    common.check_integers("lengths", lengths, (B,), "B")
+    common.check_rows(B, lengths=lengths)
     Z = v.shape[-1]
-    common.check_groups(N, K)
+    # Copies begin at multiples of eight rows, so a group may begin in any of the tile's first eight rows.
+    common.check_groups(N, K, most=ROWS - 8)
     common.check_caches(B, K)
     if ring is None or R or Z:
         common.check_rank("R", R)
         common.check_rank("Z", Z)
-    # Copies begin at multiples of eight rows, so a group may begin in any of the tile's first eight rows.
-    if N // K > ROWS - 8:
-        raise ValueError(f"q has {N // K} heads per KV head: must be at most {ROWS - 8}")
     if ring is not None:
         _check_ring(q, k, v, ring, sinks, window)
     elif H != R or sinks or window:

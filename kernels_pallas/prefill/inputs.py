@@ -160,9 +160,7 @@ def check_prefill(
         raise ValueError(f"keys={keys!r}: must be 'all' or 'far'")
     if sinks < 0 or window < 0:
         raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
-    for name, x in (("starts", starts), ("lengths", lengths), ("needed_from", needed_from)):
-        if x is not None:
-            common.check_integers(name, x, (B,), "B")
+    common.check_rows(B, starts=starts, lengths=lengths, needed_from=needed_from)
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
     if near is not None:

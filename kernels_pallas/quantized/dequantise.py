@@ -27,9 +27,9 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
-from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
+from kernels_pallas.triton import byte_places, check_back_end, check_planes, in_pages, pieces, plt
 
 TOKENS = 64
 """Largest number of tokens per program; it divides `LARGEST_BLOCK`."""
@@ -46,17 +46,14 @@ def check_dequantise(
     sink_values: Sequence[Shaped] = (),
 ) -> None:
     """Check the arguments of `dequantise`; errors are those it documents."""
-    common.check_device()
     check_back_end()
     lead, K, slots = (reach := planes[0][0].reach).shape
-    common.check_integers("ends", ends, (lead if block_table is None else None,), "B")
+    common.check_rows(lead if block_table is None else None, ends=ends)
     if block_table is not None:
         common.check_table(block_table, ends.shape[0], reach, 1)
     common.check_sizes(B=ends.shape[0], K=K, S=slots)
     for i, each in enumerate(planes):
-        for j, plane in enumerate(each):
-            check_plane(f"planes[{i}][{j}]", plane, (lead, K, slots))
-            check_offsets(f"planes[{i}][{j}]", plane)
+        check_planes(f"planes[{i}]", each, (lead, K, slots))
     if jnp.dtype(dtype) not in DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
     if sinks < 0 or (sinks and len(sink_values) != len(planes)):

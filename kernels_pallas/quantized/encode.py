@@ -29,9 +29,9 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
-from kernels_pallas.quantized.inputs import Plane, check_plane, rows_of
+from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
-from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
+from kernels_pallas.triton import byte_places, check_back_end, check_planes, in_pages, pieces, plt
 
 SMALLEST = 2.0**-40
 """Divisor in place of a scale of 0: far below the next scale, and its square is representable."""
@@ -52,7 +52,6 @@ def check_encode(
     block_table: Shaped | None = None,
 ) -> None:
     """Check the arguments of `encode`; errors are those it documents."""
-    common.check_device()
     check_back_end()
     B, T, K, _ = x[0].shape
     lead, _, slots = planes[0][0].reach.shape
@@ -61,14 +60,9 @@ def check_encode(
     common.check_sizes(B=B, T=T, K=K, S=slots)
     tokens = max(B, lead) if block_table is None else lead, K, slots
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
-        common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
-        for j, plane in enumerate(each):
-            check_plane(f"planes[{i}][{j}]", plane, tokens)
-            check_offsets(f"planes[{i}][{j}]", plane)
-    for name, row in (("starts", starts), ("ends", ends)):
-        common.check_integers(name, row, (B,), "B")
+        common.check_floats(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
+        check_planes(f"planes[{i}]", each, tokens)
+    common.check_rows(B, starts=starts, ends=ends)
 
 
 @lower_once("interpret")

@@ -210,8 +210,7 @@ def check_coded(coded_pass: CodedPass) -> None:
         raise ValueError(f"a step takes {size} bytes of shared memory: at most {common.SHARED_MEMORY} fit")
     if coded_pass.values.width % BLOCK:
         raise ValueError(f"values has {coded_pass.values.width} coordinates: must be a multiple of {BLOCK}")
-    for name, x in (("begin", coded_pass.begin), ("end", coded_pass.end)):
-        common.check_integers(name, x, (B,), "B")
+    common.check_rows(B, begin=coded_pass.begin, end=coded_pass.end)
     if coded_pass.gains is not None:
         _check_gains(coded_pass, S // BLOCK if is_whole else None)
     if slots is None:
@@ -245,9 +244,7 @@ def _check_queries(q: Shaped, B: int, K: int, R: int) -> None:
             raise ValueError(f"q has {q.shape[2]} columns per KV head: must be 4, 8 or {MOST_HEADS}")
         return
     common.check_shape("q", q, (B, None, R), "B, N, R")
-    common.check_groups(q.shape[1], K)
-    if q.shape[1] // K > MOST_HEADS:
-        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
+    common.check_groups(q.shape[1], K, most=MOST_HEADS)
 
 
 def _check_gains(coded_pass: CodedPass, blocks: int | None) -> None:

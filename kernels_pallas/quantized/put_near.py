@@ -34,9 +34,9 @@ from kernels_pallas.common import Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import Trailing, first_near_row, rows_before
 from kernels_pallas.quantized.encode import coded
-from kernels_pallas.quantized.inputs import Plane, check_plane
+from kernels_pallas.quantized.inputs import Plane
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
+from kernels_pallas.triton import check_addressed, check_back_end, check_bytes, pieces, plt
 
 BITS = 8
 """Bits per level of a ring."""
@@ -104,7 +104,6 @@ def check_put_near(
     snapshots: RingSnapshots | None = None,
 ) -> None:
     """Check the arguments of `put_near`; errors are those it documents."""
-    common.check_device()
     check_back_end()
     B, T, K, _ = x[0].shape
     N, _, M = rings[0].reach.shape
@@ -118,22 +117,18 @@ def check_put_near(
         for name, plane in ((f"rings[{i}]", ring), *copies):
             if plane.bits != BITS:
                 raise ValueError(f"{name} has {plane.bits} bits: must be {BITS}")
-        common.check_shape(f"x[{i}]", array, (B, T, K, ring.width), "B, T, K, C")
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != x[0].dtype:
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype, that of x[0]")
-        if (size := math.prod(array.shape) * array.dtype.itemsize) > 2**31:
-            raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
+        common.check_floats(f"x[{i}]", array, (B, T, K, ring.width), "B, T, K, C")
+        if array.dtype != x[0].dtype:
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be {x[0].dtype}, as x[0] has")
+        check_bytes(f"x[{i}]", array)
         for name, plane in ((f"rings[{i}]", ring), *copies):
             count = N if plane is ring else plane.reach.shape[0]
-            check_plane(name, plane, (count, K, M))
-            check_offsets(name, plane)
+            check_addressed(name, plane, (count, K, M))
             if plane.width != ring.width:
                 raise ValueError(f"{name} has {plane.width} coordinates: must be {ring.width}")
-    integers = {"rows": rows, "starts": starts, "ends": ends}
+    common.check_rows(B, rows=rows, starts=starts, ends=ends)
     if snapshots is not None:
-        integers |= {"snapshots.marks": snapshots.marks, "snapshots.slots": snapshots.slots}
-    for name, row in integers.items():
-        common.check_integers(name, row, (B,), "B")
+        common.check_rows(B, **{"snapshots.marks": snapshots.marks, "snapshots.slots": snapshots.slots})
 
 
 @lower_once("sinks", "window", "interpret")

@@ -12,7 +12,6 @@ JAX plans to drop Pallas' Triton back end. Without it `check_round_tokens` raise
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized.byte_levels import BITS
 from kernels_pallas.quantized.encode import coded, packed
 from kernels_pallas.quantized.short_scales import from_e5m3
-from kernels_pallas.triton import check_back_end, pieces, plt
+from kernels_pallas.triton import check_back_end, check_bytes, pieces, plt
 
 TOKENS = 32
 """Largest number of tokens per program."""
@@ -50,20 +49,16 @@ class Rounded(NamedTuple):
 
 def check_round_tokens(x: Sequence[Shaped], bits: int) -> None:
     """Check the arguments of `round_tokens`; errors are those it documents."""
-    common.check_device()
     check_back_end()
     B, T, K, _ = x[0].shape
     common.check_sizes(B=B, T=T, K=K)
     if bits not in BITS:
         raise ValueError(f"{bits=}: must be one of {BITS}")
     for i, array in enumerate(x):
-        common.check_shape(f"x[{i}]", array, (B, T, K, None), "B, T, K, C")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
+        common.check_floats(f"x[{i}]", array, (B, T, K, None), "B, T, K, C")
         if (C := array.shape[3]) % 16 or not C:
             raise ValueError(f"x[{i}] has {C} coordinates: must be a multiple of 16")
-        if (size := math.prod(array.shape) * array.dtype.itemsize) > 2**31:
-            raise ValueError(f"x[{i}] has {size} bytes: must be at most 2^31: Triton has 32-bit offsets")
+        check_bytes(f"x[{i}]", array)
 
 
 @lower_once("bits", "interpret")

@@ -1,6 +1,5 @@
 """Arguments and results of `turn_and_store`, and their checks."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +9,10 @@ from jaxtyping import Float
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
-from kernels_pallas.quantized.inputs import Plane, check_plane
+from kernels_pallas.quantized.inputs import Plane
 from kernels_pallas.quantized.queries import columns_of
 from kernels_pallas.rope.score_blocks import MeanTurns, check_count, check_turns
-from kernels_pallas.triton import check_back_end, check_offsets
+from kernels_pallas.triton import check_addressed, check_back_end, check_bytes, check_planes
 
 HEADS = (32, 64, 128, 256)
 """Allowed head dimensions: their halves are powers of two, as Triton requires."""
@@ -101,7 +100,6 @@ def check_turn_and_store(
     means: MeanTurns | None = None,
 ) -> None:
     """Check the arguments of `turn_and_store`; errors are those it documents."""
-    common.check_device()
     check_back_end()
     K, H = turning.k.shape[:2]
     k, Hv = _check_heads(heads, K, H)
@@ -124,14 +122,11 @@ def check_turn_and_store(
     common.check_sizes(B=B, N=N, S=slots)
     tokens = B if block_table is None else lead, K, slots
     for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, Hv)):
-        for i, plane in enumerate(stored.planes):
-            check_plane(f"{name}.planes[{i}]", plane, tokens)
-            check_offsets(f"{name}.planes[{i}]", plane)
+        check_planes(f"{name}.planes", stored.planes, tokens)
         if stored.width > width:
             raise ValueError(f"{name}.planes take {stored.width} coordinates: must be at most {width}")
-        _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
-    for name, row in (("starts", starts), ("ends", ends)):
-        common.check_integers(name, row, (B,), "B")
+        _check_ring(f"{name}.ring", stored.ring, k, K=K, width=width, sinks=sinks, window=window)
+    common.check_rows(B, starts=starts, ends=ends)
     if first_ring is not None:
         common.check_integers("first_ring", first_ring, (), "")
     if means is not None:
@@ -161,22 +156,20 @@ def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
     return k, v.shape[2]
 
 
-def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:
-    """Raise `ValueError` for a ring that does not fit these B, K, sinks, window and coordinates."""
-    B, K, sinks, window, width = sizes
-    slots = (ring.reach if isinstance(ring, Plane) else ring).shape[2]
+def _check_ring(name: str, ring: Any, k: Shaped, *, K: int, width: int, sinks: int, window: int) -> None:
+    """Raise `ValueError` for a ring that does not fit the sequences of k, and these coordinates and slots."""
+    is_plane = isinstance(ring, Plane)
+    count, _, slots, *_ = (ring.reach if is_plane else ring).shape
     if sinks < 0 or window < 0 or sinks + window > slots:
         raise ValueError(
             f"sinks={sinks}, window={window}: must be 0 to {slots} together, the slots of {name}"
         )
-    rows = max(B, (ring.reach if isinstance(ring, Plane) else ring).shape[0])
-    if isinstance(ring, Plane):
-        check_plane(name, ring, (rows, K, slots))
-        check_offsets(name, ring)
+    tokens = max(k.shape[0], count), K, slots
+    if is_plane:
+        check_addressed(name, ring, tokens)
         if ring.width != width:
             raise ValueError(f"{name} has {ring.width} coordinates: must be {width}")
         return
-    common.check_shape(name, ring, (rows, K, slots, width), "B, K, M, coordinates")
+    common.check_shape(name, ring, (*tokens, width), "B, K, M, coordinates")
     common.check_dtypes(k=k, **{name: ring})
-    if (size := 2 * math.prod(ring.shape)) > 2**31:
-        raise ValueError(f"{name} has {size} bytes: must be at most 2^31")
+    check_bytes(name, ring)

@@ -79,18 +79,13 @@ def check_score_blocks(
     ends: Shaped | None = None,
 ) -> None:
     """Check the arguments of `score_blocks`; errors are those it documents."""
-    common.check_device()
     check_back_end()
-    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    common.check_floats("q", q, (None,) * 4, "B, T, N, H")
     B, T, N, H = q.shape
     check_turns(MeanTurns(mean, in_block, turns), H)
     common.check_groups(N, mean.shape[0])
-    common.check_integers("starts", starts, (B,), "B")
-    if ends is not None:
-        common.check_integers("ends", ends, (B,), "B")
+    common.check_rows(B, starts=starts, ends=ends)
     common.check_sizes(B=B, T=T, N=N)
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q has dtype {q.dtype}: must be a float dtype")
     check_count(B * T * N, turns)
 
 

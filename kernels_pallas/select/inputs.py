@@ -25,5 +25,4 @@ def check_largest(scores: Shaped, begin: Shaped, end: Shaped, *, k: int) -> None
         raise ValueError(f"S={S} slots: must be a multiple of {LINE}, not zero")
     if k % THREADS or not 0 < k <= MOST:
         raise ValueError(f"k={k}: must be a multiple of {THREADS} from {THREADS} to {MOST}")
-    for name, x in (("begin", begin), ("end", end)):
-        common.check_integers(name, x, (B,), "B")
+    common.check_rows(B, begin=begin, end=end)

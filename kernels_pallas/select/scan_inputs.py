@@ -104,15 +104,12 @@ def check_scan(
     B, _, S = rows_of(index.reach, block_table)
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
     common.check_sizes(B=B, N=q.shape[1], S=S)
-    common.check_groups(q.shape[1], K)
+    common.check_groups(q.shape[1], K, most=MOST_HEADS)
     common.check_caches(B, K)
-    if q.shape[1] // K > MOST_HEADS:
-        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
     if S % block:
         raise ValueError(f"S={S} slots: must be a multiple of {block}")
     if (held := block // THREADS * size) > MOST_HELD:
         raise ValueError(
             f"block={block} tokens of {size} bytes: {held} bytes per thread, must be at most {MOST_HELD}"
         )
-    for name, x in (("begin", begin), ("end", end)):
-        common.check_integers(name, x, (B,), "B")
+    common.check_rows(B, begin=begin, end=end)
