@@ -15,6 +15,8 @@ LOG2_E = math.log2(math.e)
 NEVER = -1e30
 """Running maximum before any key: finite, so that blocks without visible keys give 0 instead of NaN."""
 
+GAIN_BLOCK = 64
+"""Consecutive positions of keys whose scores gain the same."""
 DTYPES = (jnp.bfloat16, jnp.float16)
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory available to one CTA on compute capability 9.0."""
@@ -44,6 +46,12 @@ def filled(shape: tuple[int, ...], value: float | int, layout: Any) -> Array:
 def scaled(rows: Array, factor: Array) -> Array:
     """Multiply `rows` [M, N] by `factor` [M]."""
     return rows * lax.broadcast_in_dim(factor, rows.shape, [0])
+
+
+def divide(x: Array, y: Any) -> tuple[Array, Array]:
+    """Return quotient and remainder of nonnegative int32, without the sign cases of `//`."""
+    y = jnp.asarray(y, jnp.int32)
+    return lax.div(x, y), lax.rem(x, y)
 
 
 def pad_rows(x: Array, axis: int) -> Array:

@@ -26,8 +26,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
-from kernels_pallas.decode.inputs import GAIN_BLOCK, ROWS, DecodeConfig, Ring, check_decode, config_for
+from kernels_pallas.common import GAIN_BLOCK, LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
+from kernels_pallas.decode.inputs import ROWS, DecodeConfig, Ring, check_decode, config_for
 from kernels_pallas.decode.merge import Parts
 from kernels_pallas.lowering import lower_once
 
@@ -321,8 +321,7 @@ class _Part(NamedTuple):
         return 1 if self.near and self.g.far_parts else self.config.stages
 
     def _head(self) -> tuple[Array, Array]:
-        head = lax.axis_index("head")
-        return lax.div(head, jnp.int32(self.g.K)), lax.rem(head, jnp.int32(self.g.K))
+        return common.divide(lax.axis_index("head"), self.g.K)
 
     def _accumulate(
         self, begin: Array, end: Array, step_at: Callable[[Array], _Step], smem: _Buffers

@@ -7,11 +7,9 @@ from typing import NamedTuple
 from jax import Array
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import GAIN_BLOCK, Shaped
 from kernels_pallas.tuning import measured
 
-GAIN_BLOCK = 64
-"""Consecutive positions of keys whose scores gain the same."""
 ROWS = 64
 """Rows of the tensor-core tile; the query heads of one KV head are some of them."""
 

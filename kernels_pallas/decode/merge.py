@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from kernels_pallas.common import NEVER
+from kernels_pallas.common import NEVER, divide
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.triton import check_back_end, plt
 
@@ -110,7 +110,7 @@ def _kernel(parts: Sequence[Any], o_ref: Any, lse_ref: Any, *, G: int, count: in
     """Merge `count` coordinates of the parts of one query head."""
     found = [_Source(each) for each in parts]
     b, n = pl.program_id(0), pl.program_id(1)
-    kv, member = lax.div(n, jnp.int32(G)), lax.rem(n, jnp.int32(G))
+    kv, member = divide(n, G)
     lses = [each.lses(b, kv, member) for each in found]
     highest = functools.reduce(jnp.maximum, (lse.max() for each in lses for lse in each), jnp.float32(NEVER))
     weights = [[jnp.exp(lse - highest) for lse in each] for each in lses]

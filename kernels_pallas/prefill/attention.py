@@ -37,11 +37,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import check_scale
+from kernels_pallas.common import GAIN_BLOCK, check_scale
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.consumer import Consumer, attend
 from kernels_pallas.prefill.inputs import (
-    GAIN_BLOCK,
     ROWS,
     Keys,
     PrefillConfig,

@@ -8,9 +8,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.common import LOG2_E, filled, scaled
+from kernels_pallas.common import GAIN_BLOCK, LOG2_E, filled, scaled
 from kernels_pallas.prefill import turns
-from kernels_pallas.prefill.inputs import GAIN_BLOCK, ROWS, PrefillConfig
+from kernels_pallas.prefill.inputs import ROWS, PrefillConfig
 from kernels_pallas.prefill.items import Geometry, Item
 from kernels_pallas.prefill.memory import Buffers, Operands
 from kernels_pallas.prefill.softmax import Gains, State, empty, lanes, raised, weights

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import GAIN_BLOCK, Shaped
 
 ROWS = 64
 """Query rows of one warpgroup, as many as one tensor-core instruction takes."""
@@ -17,8 +17,6 @@ LARGEST_BLOCK = 256
 """Largest number of keys per step; reads past the last valid key end at a multiple of it."""
 BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
 """Allowed numbers of keys per step."""
-GAIN_BLOCK = 64
-"""Consecutive positions of keys whose scores gain the same."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
 """Alignment of `Trailing.start`, so that key blocks of every size begin at a row of the tail."""
 

@@ -6,6 +6,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.common import divide
 from kernels_pallas.prefill.inputs import ROWS, PrefillConfig
 
 
@@ -94,7 +95,7 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any) -> Item:
     within = lax.rem(cta, per_group)
     tile = g.tiles - 1 - lax.div(within, i32(g.together))
     index = lax.div(cta, per_group) * g.together + lax.rem(within, i32(g.together))
-    b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
+    b, head = divide(index, g.N)
     start, length, base, needed_from = (scalars[b, i] for i in range(4))
     first = start + tile * rows
     end = jnp.where(first + rows > needed_from, jnp.minimum(first + rows, length), first)

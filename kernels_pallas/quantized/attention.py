@@ -30,7 +30,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.common import NEVER
+from kernels_pallas.common import NEVER, divide
 from kernels_pallas.decode.merge import Parts
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.quantized import warp_outputs, warp_queries
@@ -291,5 +291,4 @@ def _attend(refs: Operands, outputs: list[Any], g: Geometry, at: Buffers, span: 
 
 def _find_head(g: Geometry) -> tuple[Array, Array]:
     """Return the sequence and the KV head of a CTA."""
-    head = lax.axis_index("head")
-    return lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
+    return divide(lax.axis_index("head"), g.K)

@@ -36,9 +36,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E
+from kernels_pallas.common import GAIN_BLOCK, LOG2_E
 from kernels_pallas.lowering import lower_once
-from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.quantized.encode import coded_token, packed
 from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.queries import columns_of

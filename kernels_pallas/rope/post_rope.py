@@ -39,7 +39,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped, tile_width, tiled
+from kernels_pallas.common import Shaped, divide, tile_width, tiled
 from kernels_pallas.lowering import lower_once
 
 TILE_TOKENS = 64
@@ -276,12 +276,12 @@ class _Work(NamedTuple):
 
     def head(self, index: Array) -> tuple[Array, Array]:
         """Return the KV head and the member of its group: a query head, or the key as member G."""
-        kv, member = _divmod(index, self.members)
+        kv, member = divide(index, self.members)
         return self.first_kv + kv, self.first_member + member
 
     def rows(self, tile: Array) -> tuple[Array, Any]:
         """Return batch index and tokens of a tile."""
-        b, row = _divmod(self.worker + tile * self.workers, pl.cdiv(self.g.T, TILE_TOKENS))
+        b, row = divide(self.worker + tile * self.workers, pl.cdiv(self.g.T, TILE_TOKENS))
         return b, pl.ds(pl.multiple_of(row * TILE_TOKENS, 8), TILE_TOKENS)
 
     def rotation(self, kv: Array, member: Array) -> Array:
@@ -291,11 +291,11 @@ class _Work(NamedTuple):
 
 
 def _work(g: _Geometry) -> _Work:
-    share, unit = _divmod(lax.axis_index("cta"), g.units)
+    share, unit = divide(lax.axis_index("cta"), g.units)
     worker = share * g.warpgroups + lax.axis_index("wg")
     if not g.split:
         return _Work(g, unit * g.kv_heads, jnp.int32(0), jnp.int32(g.G + 1), worker)
-    kv, only_key = _divmod(unit, 2)
+    kv, only_key = divide(unit, 2)
     return _Work(g, kv, only_key * g.G, jnp.where(only_key == 1, 1, g.G), worker)
 
 
@@ -373,8 +373,8 @@ def _kernel(*refs: Any, g: _Geometry, by_token: bool, dtype: Any) -> None:
 def _load(work: _Work, wg: Array, refs: tuple[Any, Any], ring: Any, ready: Any, step: Array) -> None:
     """Start the copies of one step, q's or k's two column blocks, unless the work ends before it."""
     g, (q_ref, k_ref) = work.g, refs
-    head_step, block = _divmod(step, g.blocks)
-    tile, head = _divmod(head_step, work.heads)
+    head_step, block = divide(step, g.blocks)
+    tile, head = divide(head_step, work.heads)
     (b, rows), (kv, member) = work.rows(tile), work.head(head)
     slot = lax.rem(step, jnp.int32(g.stages))
 
@@ -403,9 +403,3 @@ def _load_rotations(work: _Work, refs: tuple[Any, Any], rotations: Any, ready: A
                 pl.when(work.first_member == member)(start)
             else:
                 start()
-
-
-def _divmod(x: Array, y: Any) -> tuple[Array, Array]:
-    """Return quotient and remainder of nonnegative int32, without the sign cases of `//`."""
-    y = jnp.asarray(y, jnp.int32)
-    return lax.div(x, y), lax.rem(x, y)

@@ -32,9 +32,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import GAIN_BLOCK, Shaped
 from kernels_pallas.lowering import lower_once
-from kernels_pallas.prefill.inputs import GAIN_BLOCK
 from kernels_pallas.triton import check_back_end, plt
 
 BLOCKS = 32
@@ -248,7 +247,7 @@ def _score_tokens(
     blocks, half = means.turns[0].shape[0], H // 2
     n, b = pl.program_id(1), pl.program_id(2)
     kv = lax.div(n, jnp.int32(N // means.mean.shape[0]))
-    tile, first_step = (f(pl.program_id(0), jnp.int32(across)) for f in (lax.div, lax.rem))
+    tile, first_step = common.divide(pl.program_id(0), across)
     start, end = (ref[b] for ref in span_refs)
     own, first_step = lax.div(start, jnp.int32(GAIN_BLOCK)) + tile, first_step * steps
     token = own * GAIN_BLOCK - start + lax.iota(jnp.int32, GAIN_BLOCK)

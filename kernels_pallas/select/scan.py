@@ -274,7 +274,7 @@ class _Heads(NamedTuple):
 def _part(refs: _Operands, out: Sequence[Any], g: _Geometry, queries: Any, ready: Any) -> None:
     """Run one CTA: its share of the blocks of one KV head of one sequence."""
     head, part = lax.axis_index("head"), lax.axis_index("part")
-    b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
+    b, kv = common.divide(head, g.K)
     plgpu.copy_gmem_to_smem(refs.queries.at[b, kv], queries, ready)
 
     # Blocks out of range would be written outside the scores.
