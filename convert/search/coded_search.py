@@ -56,6 +56,8 @@ MEASURED_KEYS, MEASURED_VALUES = (2, 5), 2
 fewer bits are so large that they no longer grow with the error."""
 FEW_WINDOWS, FEW_DOCUMENTS = 2, 2
 """Text on which single layers are measured."""
+LEAST_GROWTH = 1.03
+"""Smallest size of a larger plan, relative to the one before. With few more bytes it loses hardly less."""
 CUT_FAILURES = 3
 """Failures that end the attempts to drop the far tokens of a layer."""
 REAL_TRIALS = 4
@@ -220,8 +222,9 @@ class CodedSearch(Search):
     def list_larger(self, factors: Sequence[float]) -> list[CompressionPlan]:
         """Return plans of least predicted loss that store at most these multiples of the best plan's bytes.
 
-        Only after `run`. The plans are bound to the model. A factor is left out if it has no larger plan than
-        the factor before. All are left out if no time was left to measure layers.
+        Only after `run`. The plans are bound to the model. A factor is left out if its plan has less than
+        `LEAST_GROWTH` times the bytes of the one before. All are left out if no time was left to measure
+        layers.
 
         Args:
           factors: multiples of the best plan's bytes, ascending.
@@ -232,8 +235,9 @@ class CodedSearch(Search):
         plans = [self._make_plan(ranks, window) for ranks in self._list_path(self.costs)]
         larger, last = [], smallest
         for factor in factors:
-            fitting = (plan for plan in plans if last < self.size(plan) <= factor * smallest)
-            if (plan := max(fitting, key=self.size, default=None)) is not None:
+            fitting = (plan for plan in plans if self.size(plan) <= factor * smallest)
+            plan = max(fitting, key=self.size, default=self.best.plan)
+            if self.size(plan) >= LEAST_GROWTH * last:
                 larger.append(plan)
                 last = self.size(plan)
         return larger
