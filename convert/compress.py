@@ -197,6 +197,8 @@ def compress(
             if texts:
                 raise
             raise TextError(f"{error}; for text of your own use texts=") from error
+        counts = {split: len(material.task_documents) for split, material in materials.items()}
+        watch(f"text for {counts['search']} documents to search on and {counts['report']} to judge on")
         if is_new:
             watch(f"converting {source}")
             convert(source, output, overwrite=overwrite)

@@ -40,7 +40,13 @@ def converted(tmp_path_factory):
 
 
 @pytest.fixture
-def few(converted, monkeypatch):
+def short(monkeypatch):
+    """Read the language reference alone, which suffices for short contexts."""
+    monkeypatch.setattr(compress_module, "write_library", lambda folder: [])
+
+
+@pytest.fixture
+def few(converted, short, monkeypatch):
     """Find and judge plans as a test chooses, without a search, and without calibration or conversion."""
     losses = {"searched": 0.0, "8bit": 0.0}
 
@@ -71,7 +77,6 @@ def few(converted, monkeypatch):
             shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(converted.path, output)
 
-    monkeypatch.setattr(compress_module, "write_library", lambda folder: [])  # The reference suffices.
     monkeypatch.setattr(compress_module, "convert", copy)
     monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
     monkeypatch.setattr(Judge, "report", report)
@@ -173,7 +178,9 @@ def test_the_default_text_is_long_enough_to_judge(few, tmp_path, monkeypatch):
 
     monkeypatch.setattr(compress_module, "write_library", write_library)
     monkeypatch.setattr(compress_module, "prepare", prepare)
-    assert compress(SOURCE, tmp_path / "model").within
+    said: list[str] = []
+    assert compress(SOURCE, tmp_path / "model", watch=said.append).within
+    assert said[1] == f"text for {SEARCH_DOCUMENTS} documents to search on and 56 to judge on"
     assert sizes["report"] > 4.3 * CompressOptions().documents * 8192
     assert sizes["search"] > 4.3 * SEARCH_DOCUMENTS * 8192
 
@@ -196,8 +203,7 @@ def test_calibration_reads_at_least_one_context(converted):
     assert compress_module._calibration_options(options, converted).tokens == OPTIONS.context
 
 
-def test_too_little_default_text_fails_with_the_flag_for_more(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compress_module, "write_library", lambda folder: [])
+def test_too_little_default_text_fails_with_the_flag_for_more(short, tmp_path, capsys):
     assert main(["compress", str(SOURCE), str(tmp_path / "model")]) == 2
     assert "choose a shorter context; for text of your own use --texts" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
@@ -314,7 +320,7 @@ def test_prompts_are_read_together_if_their_caches_fit(converted, monkeypatch):
 
 
 @pytest.mark.full
-def test_the_whole_command(tmp_path):
+def test_the_whole_command(short, tmp_path):
     said: list[str] = []
     options = CompressOptions(context=1024, documents=4, minutes=3, max_loss=0.05)
     outcome = compress(SOURCE, tmp_path / "model", options=options, watch=said.append)
@@ -332,7 +338,7 @@ def test_the_whole_command(tmp_path):
 
 
 @pytest.mark.full
-def test_an_interrupted_search_measures_no_plan_twice(tmp_path, monkeypatch):
+def test_an_interrupted_search_measures_no_plan_twice(short, tmp_path):
     # On slow machines the first plan takes more than a minute.
     options = CompressOptions(context=1024, documents=2, minutes=3, max_loss=0.05)
     output = tmp_path / "model"
