@@ -10,7 +10,15 @@ import tyro
 from rich.console import Console
 
 from convert.cli.errors import reword_for_flags
-from convert.cli.flags import DtypeFlag, MaxPositionsFlag, ModelFolder, PlanFlag, SamplingFlags, show_default
+from convert.cli.flags import (
+    DtypeFlag,
+    MaxPositionsFlag,
+    ModelFolder,
+    PlanFlag,
+    SamplingFlags,
+    call_with_flags,
+    show_default,
+)
 from zdc_jax.conversation.chat import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load
@@ -47,14 +55,8 @@ class Chat:
             raise PromptError("standard input is closed; `zdc chat` reads messages from it")
         sampling = self.sampling.build()
         plan = self.flags.build(self.path)
-        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
-        conversation = chat(
-            model,
-            system=self.system,
-            max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
-            stop=self.stop,
-        )
+        model = call_with_flags(load, self, plan=plan)
+        conversation = call_with_flags(chat, self, model=model, sampling=sampling)
         is_interactive = sys.stdin.isatty()
         for message in _read_messages(is_interactive):
             command = message.strip()

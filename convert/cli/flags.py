@@ -23,10 +23,10 @@ def show_default(words: str) -> Any:
     return tyro.conf.arg(help_behavior_hint=f"(default: {words})")
 
 
-def build_from_flags[T](options: Callable[..., T], flags: Any, **others: Any) -> T:
-    """Create a dataclass of options from the flags of the same names, and from other values."""
-    names = signature(options).parameters.keys() & {each.name for each in fields(flags)} - others.keys()
-    return options(**{name: getattr(flags, name) for name in names}, **others)
+def call_with_flags[T](function: Callable[..., T], flags: Any, **others: Any) -> T:
+    """Call a function or class with the flags that its parameters name, and with other values."""
+    names = signature(function).parameters.keys() & {each.name for each in fields(flags)} - others.keys()
+    return function(**{name: getattr(flags, name) for name in names}, **others)
 
 
 def show_repeated(name: str, hint: str = "required") -> Any:
@@ -113,7 +113,7 @@ class SamplingFlags:
         Raises:
           PromptError: a value is outside its range, or --json-schema is no file of JSON.
         """
-        return build_from_flags(Sampling, self, grammar=self._build_grammar())
+        return call_with_flags(Sampling, self, grammar=self._build_grammar())
 
     def _build_grammar(self) -> Grammar | None:
         if self.json_schema is not None and self.regex is not None:

@@ -16,6 +16,7 @@ from convert.cli.flags import (
     ModelFolder,
     PlanFlag,
     SamplingFlags,
+    call_with_flags,
     show_default,
     show_repeated,
 )
@@ -106,15 +107,7 @@ class Generate:
         self.processes.join(self.mesh)
         is_first = jax.process_index() == 0  # The other processes compute the same and print nothing.
         plan = self.flags.build(self.path)
-        model = load(
-            self.path,
-            plan,
-            dtype=self.dtype,
-            max_positions=self.max_positions,
-            mesh=mesh,
-            payload=self.payload,
-            reproducible=self.reproducible,
-        )
+        model = call_with_flags(load, self, plan=plan, mesh=mesh)
         inputs: Sequence[Prompt] = prompts
         if self.chat:
             inputs = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]

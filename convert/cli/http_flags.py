@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from convert.cli.flags import build_from_flags, show_default
+from convert.cli.flags import call_with_flags, show_default
 from zdc_jax.errors import PromptError
 from zdc_jax.server.http_settings import HOST, KEEP_ALIVE, PORT, HttpSettings
 
@@ -46,7 +46,7 @@ class HttpFlags:
 
     def build(self) -> HttpSettings:
         """Return the settings; raise `PromptError` for an impossible value."""
-        return build_from_flags(HttpSettings, self)
+        return call_with_flags(HttpSettings, self)
 
     def check_replicas(self, replicas: int) -> None:
         """Raise `PromptError` for a flag that replicas do not have."""

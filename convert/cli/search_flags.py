@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
-from convert.cli.flags import DtypeFlag, build_from_flags, list_changed, show_default
+from convert.cli.flags import DtypeFlag, call_with_flags, list_changed, show_default
 from convert.cli.plan_flags import PlanFlags
 from convert.progress import counted
 from convert.search.class_search import class_block
@@ -121,7 +121,7 @@ class SearchFlags:
         """
         chooses_bits = methods.get_search_kind(method) == "bits"
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
-        options = build_from_flags(SearchOptions, self, max_degradation=limit)
+        options = call_with_flags(SearchOptions, self, max_degradation=limit)
         from convert.search.plots import write_front  # Matplotlib takes a second to import.
 
         (CodedSearch if chooses_bits else Search).check(options)

@@ -17,7 +17,7 @@ from convert.cli.flags import (
     MaxPositionsFlag,
     ModelFolder,
     PlanFlag,
-    build_from_flags,
+    call_with_flags,
     show_default,
 )
 from convert.cli.http_flags import HttpFlags
@@ -88,7 +88,7 @@ class Serve:
 
         self._check()
         http, keys = self.http.build(), collect_keys(self.http.api_key_file)
-        config = build_from_flags(EngineConfig, self)
+        config = call_with_flags(EngineConfig, self)
         _log_with_times()
         plan = self.flags.build(self.path)
         positions = self.max_positions or Checkpoint.open(self.path).config.max_positions
@@ -118,14 +118,7 @@ class Serve:
         side = TextSide.load(self.path, self.max_positions)
         _begin(warm_up, side)
         logger.info("loading %s with plan %s", self.path, self.flags.plan or ("small" if plan else "none"))
-        model = load(
-            self.path,
-            plan,
-            dtype=self.dtype,
-            max_positions=self.max_positions,
-            mesh=mesh,
-            reproducible=self.reproducible,
-        )
+        model = call_with_flags(load, self, plan=plan, mesh=mesh)
         with Engine(model, config) as engine:
             serve(
                 engine,
@@ -155,17 +148,14 @@ class Serve:
         from zdc_jax.replicas.settings import ReplicaSettings
 
         key_file = self.http.api_key_file
-        settings = ReplicaSettings(
+        settings = call_with_flags(
+            ReplicaSettings,
+            self,
             path=str(self.path.resolve()),
             name=names[0],
             aliases=names[1:],
             plan=plan,
-            replicas=replicas,
             engine=asdict(config),
-            dtype=self.dtype,
-            max_positions=self.max_positions,
-            reproducible=self.reproducible,
-            drain_seconds=self.drain_seconds,
             api_key_file=None if key_file is None else str(key_file.resolve()),
             allowed_origins=http.allowed_origins,
         )
