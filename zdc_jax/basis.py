@@ -1,6 +1,5 @@
 """The calibrated basis of every head (`Basis`), and the folder format of calibration results."""
 
-import hashlib
 import json
 import logging
 import shutil
@@ -17,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
-from zdc_jax.files import load_json, replace_folder
+from zdc_jax.files import hash_arrays, hash_file, load_json, replace_folder
 
 QKKind = Literal["stacked", "balanced", "keys", "pairs", "oscar"]
 VOKind = Literal["stacked", "balanced", "output", "oscar"]
@@ -104,12 +103,9 @@ class Basis:
     @cached_property
     def coordinates_hash(self) -> str:
         """Hash of the maps, pairs and means, 16 hex digits. Plans identify their basis by it."""
-        total = hashlib.sha256()
-        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent", "key_shift"):
-            if (value := getattr(self, name)) is not None:
-                total.update(f"{name} {value.dtype} {value.shape}\n".encode())
-                total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        return total.hexdigest()[:16]
+        names = ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent", "key_shift")
+        arrays = ((name, getattr(self, name)) for name in names)
+        return hash_arrays((name, value) for name, value in arrays if value is not None)[:16]
 
     @classmethod
     @lru_cache(maxsize=8)
@@ -203,7 +199,7 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     temporary.mkdir(parents=True)
     try:
         save_file(arrays, temporary / f"{kind}.safetensors")
-        digest = _sha256(temporary / f"{kind}.safetensors")
+        digest = hash_file(temporary / f"{kind}.safetensors").hex()
         text = json.dumps({"format_version": FORMAT_VERSION, "sha256": digest, **scalars}, indent=2)
         (temporary / f"{kind}.json").write_text(text + "\n")
         # safetensors ignores the umask and creates files that only the owner can read.
@@ -232,7 +228,7 @@ def load_fields(
     try:
         values = load_json(path)
         arrays = load_file(path.with_suffix(".safetensors"))
-        digest = _sha256(path.with_suffix(".safetensors"))
+        digest = hash_file(path.with_suffix(".safetensors")).hex()
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
     version = values.pop("format_version", None) if isinstance(values, dict) else None
@@ -249,8 +245,3 @@ def load_fields(
     if wrong := (values.keys() ^ names) - optional:
         raise CheckpointError(f"{folder}: missing or unknown fields: {', '.join(sorted(wrong))}")
     return values
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

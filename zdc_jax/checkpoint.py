@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CheckpointError, foreign_errors_as
-from zdc_jax.files import load_json, replace_folder
+from zdc_jax.files import hash_arrays, hash_file, load_json, replace_folder
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 FORMAT_VERSION = 2
@@ -166,7 +166,7 @@ class Checkpoint:
     def _check_file(self, name: str) -> None:
         """Check the hash of a file. Files that the manifest does not list are newer and are not checked."""
         with foreign_errors_as(CheckpointError, f"{self.path}: file {name} cannot be read"):
-            digest = _hash_file(self.path / name).hex()
+            digest = hash_file(self.path / name).hex()
         if digest != self.manifest["files"].get(name, digest):
             raise CheckpointError(
                 f"{self.path}: file {name} is damaged (its hash changed); run `zdc convert` again"
@@ -305,7 +305,7 @@ class CheckpointWriter:
             "source": dict(source),
             "fingerprint": hashlib.sha256(weights.encode()).hexdigest()[:16],
             "sha256": {item: _hash_folder(self.partial / item) for item in items},
-            "files": {path.name: _hash_file(path).hex() for path in self.partial.iterdir() if path.is_file()},
+            "files": {path.name: hash_file(path).hex() for path in self.partial.iterdir() if path.is_file()},
         }
         manifest["checksum"] = _checksum(manifest)
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -315,7 +315,7 @@ class CheckpointWriter:
         return Checkpoint.open(self.output)
 
     def _write(self, item: str, tree: Mapping[str, Any]) -> None:
-        self._weights[item] = _hash_arrays(tree)
+        self._weights[item] = _hash_tree(tree)
         in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), dict(tree))
         self._orbax.save(self.partial / item, tree, save_args=in_chunks)
         self._orbax.wait_until_finished()
@@ -382,27 +382,19 @@ def _hash_folder(folder: Path) -> str:
     total = hashlib.sha256()
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as threads:
-        for path, digest in zip(paths, threads.map(_hash_file, paths), strict=True):
+        for path, digest in zip(paths, threads.map(hash_file, paths), strict=True):
             total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
             total.update(digest)
     return total.hexdigest()
 
 
-def _hash_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _hash_arrays(tree: Mapping[str, Any]) -> str:
+def _hash_tree(tree: Mapping[str, Any]) -> str:
     """Return the sha256 of the paths, dtypes, shapes and values of arrays.
 
     The files themselves differ between runs because Orbax writes timestamps.
     """
-    total = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(tree)):
-        total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
-        total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-    return total.hexdigest()
+    leaves = jax.tree_util.tree_leaves_with_path(dict(tree))
+    return hash_arrays((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
 
 
 def _sync(path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Atomic writes of files and folders, and reading of JSON files."""
+"""Atomic writes of files and folders, reading of JSON files, and hashes."""
 
+import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+import numpy as np
 
 
 @contextmanager
@@ -51,3 +54,18 @@ def load_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except RecursionError as error:
         raise ValueError("its JSON is nested too deep") from error
+
+
+def hash_file(path: Path) -> bytes:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def hash_arrays(arrays: Iterable[tuple[str, Any]]) -> str:
+    """Return the sha256 of the names, dtypes, shapes and values of arrays, in hexadecimal digits."""
+    total = hashlib.sha256()
+    for name, array in arrays:
+        total.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return total.hexdigest()
