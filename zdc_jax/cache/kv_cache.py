@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -128,16 +128,15 @@ class KVCache:
         Page indices that are out of range are dropped.
         """
 
-        def clear_leaf(leaf: Array, is_pool: bool, layers: int) -> Array:
+        def clear_leaf(layers: int, is_pool: bool, leaf: Array) -> Array:
             each = leaf.reshape(layers, len(leaf) // layers, *leaf.shape[1:])
             return each.at[:, pages if is_pool else row].set(0).reshape(leaf.shape)
 
         sharing = Counter(place.holder for place in self.places)
         layers = list(self.layers)
-        for holder, leaves in enumerate(self._list_leaves()):
+        for holder, spec in enumerate(self.specs):
             if count := sharing[holder] if self.places else 1:
-                new = [clear_leaf(*leaf, count) for leaf in leaves]
-                layers[holder] = jax.tree.unflatten(jax.tree.structure(layers[holder]), new)
+                layers[holder] = spec.map_leaves(partial(clear_leaf, count), layers[holder])
         return replace(self, layers=tuple(layers))
 
     def with_copies(
@@ -146,20 +145,25 @@ class KVCache:
         """Return the cache with what a layer stores outside pages for sequence `row` replaced by `copies`."""
         view, new = self.of_layer(index), iter(copies)
         row = row if view.first is None else row + view.first
-        leaves, tree = jax.tree.flatten(view.state)
-        pairs = zip(leaves, self.specs[index].pooled(view.state), strict=True)
-        written = [leaf if is_pool else leaf.at[row].set(next(new)[0]) for leaf, is_pool in pairs]
-        return self.with_layer(index, jax.tree.unflatten(tree, written))
+
+        def put(is_pool: bool, leaf: Array) -> Array:
+            return leaf if is_pool else leaf.at[row].set(next(new)[0])
+
+        return self.with_layer(index, self.specs[index].map_leaves(put, view.state))
 
     def release(self, rows: Bool[Array, " B"]) -> "KVCache":
         """Return the cache with the sequences `rows` empty, so that other requests can fill them."""
-        layers = tuple(spec.release(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
+        layers = tuple(spec.release(state, rows) for spec, state in self._pair_layers())
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
 
     @property
     def own(self) -> list[list[Array]]:
         """Leaves of each layer that begin with the axis B, or with rows of several layers: all but pools."""
-        return [[leaf for leaf, pooled in layer if not pooled] for layer in self._list_leaves()]
+        pairs = (
+            zip(jax.tree.leaves(state), spec.pooled(state), strict=True)
+            for spec, state in self._pair_layers()
+        )
+        return [[leaf for leaf, is_pool in layer if not is_pool] for layer in pairs]
 
     def row(self, index: Array) -> "KVCache":
         """Return the cache of one sequence, together with the page pools of all sequences.
@@ -169,9 +173,7 @@ class KVCache:
         assert not self.places
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1)
         table = None if self.table is None else take(self.table)
-        layers = tuple(
-            spec.of_rows(state, index[None]) for spec, state in zip(self.specs, self.layers, strict=True)
-        )
+        layers = tuple(spec.of_rows(state, index[None]) for spec, state in self._pair_layers())
         return replace(self, layers=layers, lengths=take(self.lengths), table=table)
 
     def with_row(self, index: Array, one: "KVCache") -> "KVCache":
@@ -184,9 +186,7 @@ class KVCache:
     def first(self, count: int) -> "KVCache":
         """Return the cache of the first `count` sequences, together with the page pools of all."""
         table = None if self.table is None else self.table[:count]
-        layers = tuple(
-            spec.first_rows(state, count) for spec, state in zip(self.specs, self.layers, strict=True)
-        )
+        layers = tuple(spec.first_rows(state, count) for spec, state in self._pair_layers())
         return replace(self, layers=layers, lengths=self.lengths[:count], table=table)
 
     def with_first(self, some: "KVCache") -> "KVCache":
@@ -196,10 +196,9 @@ class KVCache:
         lengths = jnp.concatenate([some.lengths, self.lengths[len(some.lengths) :]])
         return replace(self, layers=states, lengths=lengths)
 
-    def _list_leaves(self) -> list[list[tuple[Array, bool]]]:
-        """Return the leaves of each layer, and which are page pools."""
-        layers = zip(self.specs, self.layers, strict=True)
-        return [list(zip(jax.tree.leaves(state), spec.pooled(state), strict=True)) for spec, state in layers]
+    def _pair_layers(self) -> Iterator[tuple[LayerCacheSpec, State]]:
+        """Return the spec and the state of each layer."""
+        return zip(self.specs, self.layers, strict=True)
 
     def bytes(self) -> int:
         """Return the bytes of all arrays and the `fixed_bytes` of the specs; equals `cache_bytes`."""

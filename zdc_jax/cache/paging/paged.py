@@ -121,9 +121,11 @@ class Paged(LayerCacheSpec):
 
     def _with_pages(self, state: State, table: Array) -> State:
         """Return a state whose pools have the page table."""
-        leaves, tree = jax.tree.flatten(state)
-        pairs = zip(leaves, self.pooled(state), strict=True)
-        return jax.tree.unflatten(tree, [Pages(leaf, table) if pool else leaf for leaf, pool in pairs])
+
+        def add_table(is_pool: bool, leaf: Array) -> Array | Pages:
+            return Pages(leaf, table) if is_pool else leaf
+
+        return self.map_leaves(add_table, state)
 
     def _take_tail(self, state: State, new: NewTokens, marks: Array) -> list[Array]:
         """Return the leaves outside pages when sequences have `marks` tokens; `state` is that before."""
@@ -146,16 +148,14 @@ class Paged(LayerCacheSpec):
           end: length of each prompt.
           table: page table of the sequences.
         """
-        start, leaves = jnp.zeros_like(end), zip(jax.tree.leaves(state), jax.tree.leaves(rows), strict=True)
+        start = jnp.zeros_like(end)
 
-        def put(pool: Array, new: Array) -> Array:
-            return Pages(pool, table).put_rows(new, start, end, tokens=tokens, page=self.page)
+        def put(is_pool: bool, old: Array, new: Array) -> Array:
+            if not is_pool:
+                return new
+            return Pages(old, table).put_rows(new, start, end, tokens=tokens, page=self.page)
 
-        written = [
-            put(old, new) if pooled else new
-            for (old, new), pooled in zip(leaves, self.pooled(state), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(state), written)
+        return self.map_leaves(put, state, rows)
 
     def first_rows(self, state: State, count: int) -> State:
         """Return the state of the first `count` sequences, or of all if `attend` needs no copy of these."""

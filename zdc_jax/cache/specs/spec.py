@@ -5,7 +5,7 @@ layer of a plan to a spec. `tests/cache_contract.py` holds the contract that eve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -313,17 +313,28 @@ class LayerCacheSpec(ABC):
         """Return, for each leaf, whether all sequences share it; a shared leaf has no axis B."""
         return [False] * len(jax.tree.leaves(state))
 
+    def map_leaves(self, change: Callable[..., Any], state: State, *others: State) -> State:
+        """Return the state with each leaf replaced by the result of `change`.
+
+        Args:
+          change: function of whether all sequences share a leaf, the leaf, and those of the other states.
+          state: state to change.
+          others: states with as many leaves.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        parts = zip(self.pooled(state), leaves, *map(jax.tree.leaves, others), strict=True)
+        return jax.tree.unflatten(tree, [change(*part) for part in parts])
+
     def of_rows(self, state: State, rows: Int[Array, " P"]) -> State:
         """Return the state of the sequences `rows`, together with the shared leaves.
 
         An index outside the batch selects an arbitrary sequence.
         """
 
-        def take(leaf: Array, shared: bool) -> Array:
+        def take(shared: bool, leaf: Array) -> Array:
             return leaf if shared else jnp.take(leaf, rows, axis=0, mode="clip")
 
-        leaves, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, map(take, leaves, self.pooled(state)))
+        return self.map_leaves(take, state)
 
     def with_rows(self, state: State, rows: Int[Array, " P"], some: State) -> State:
         """Return the state with the sequences `rows` and the shared leaves replaced by those of `some`.
@@ -331,11 +342,10 @@ class LayerCacheSpec(ABC):
         `some` is a state from `of_rows`. Indices outside the batch are ignored.
         """
 
-        def put(leaf: Array, own: Array, shared: bool) -> Array:
+        def put(shared: bool, leaf: Array, own: Array) -> Array:
             return own if shared else leaf.at[rows].set(own, mode="drop")
 
-        leaves, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
+        return self.map_leaves(put, state, some)
 
     @property
     def stores_in_place(self) -> bool:
@@ -357,22 +367,21 @@ class LayerCacheSpec(ABC):
 
     def first_rows(self, state: State, count: int) -> State:
         """Return the state of the first `count` sequences, together with the shared leaves."""
-        leaves, tree = jax.tree.flatten(state)
-        shared = self.pooled(state)
-        return jax.tree.unflatten(
-            tree, [leaf if pool else leaf[:count] for leaf, pool in zip(leaves, shared, strict=True)]
-        )
+
+        def cut(shared: bool, leaf: Array) -> Array:
+            return leaf if shared else leaf[:count]
+
+        return self.map_leaves(cut, state)
 
     def with_first_rows(self, state: State, some: State) -> State:
         """Return the state with the first sequences and the shared leaves replaced by those of `some`."""
 
-        def put(leaf: Array, own: Array, shared: bool) -> Array:
+        def put(shared: bool, leaf: Array, own: Array) -> Array:
             if shared or leaf.shape == own.shape:
                 return own
             return jax.lax.dynamic_update_slice_in_dim(leaf, own, 0, 0)
 
-        leaves, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
+        return self.map_leaves(put, state, some)
 
     def release(self, state: State, rows: Bool[Array, " B"]) -> State:
         """Empty the sequences where `rows` is true; a no-op where positions alone say what is stored."""
