@@ -21,7 +21,6 @@ from zdc_jax.model.block import Block, HalfLayer, map_tokens
 from zdc_jax.model.run_layer import finish_layer
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
 
 NOWHERE = 2**30
@@ -115,7 +114,6 @@ def extend_together(
     chunks: Int[Array, " T"],
     tokens: Int[Array, " b"],
     end: Int[Array, " b"],
-    implementation: Implementation | None = None,
     longest: int | None = None,
     tails: TailArrays | None = None,
     needed_from: Int[Array, " P"] | None = None,
@@ -134,7 +132,6 @@ def extend_together(
       tokens: next token of each of the first b rows; others get none. It is ignored where `end` equals the
         row's length, as in rows with chunks.
       end: number of tokens in each of these rows afterwards, without those of the chunks.
-      implementation: of attention; None chooses.
       longest: most tokens of each of several chunks; default T.
       tails: snapshots; None takes none.
       needed_from: first position of each chunk for which `MixedResult.half` is needed; None means all.
@@ -160,7 +157,6 @@ def extend_together(
             positions,
             end,
             snapshots,
-            implementation,
             needed_from=needed_from if is_last else None,
         )
         if not is_last:
@@ -178,7 +174,7 @@ def extend_together(
     )
 
 
-@partial(jax.jit, static_argnames=("spec", "implementation"))
+@partial(jax.jit, static_argnames="spec")
 def _start_layer(
     block: Block,
     spec: LayerCacheSpec,
@@ -190,7 +186,6 @@ def _start_layer(
     positions: Int[Array, "1 T_and_b"],
     end: Int[Array, " b"],
     snapshots: Snapshots | None,
-    implementation: Implementation | None,
     needed_from: Int[Array, " P"] | None,
 ) -> tuple[HalfLayer, State, tuple[Any, Any], list[Array]]:
     """Extend the cache by one layer's keys and values of chunks and tokens.
@@ -199,7 +194,7 @@ def _start_layer(
     has the leaves of the layer's snapshots.
     """
     count, T, (state, table, first) = len(end), x.shape[1] - len(end), view
-    call = partial(Call, block.attention.scale, implementation)
+    call = partial(Call, block.attention.scale)
 
     def take_chunks(x: Array) -> Array:
         return packing.split(x[:, :T])
@@ -244,5 +239,5 @@ def _start_layer(
         return o, (spec.with_first_rows(updated, decoded.state), (prefilled.aux, decoded.aux), copies)
 
     attend = attend_alike if block.reproducible else attend_apart
-    half, (state, aux, copies) = block.start(x, positions, attend, implementation, spec.project)
+    half, (state, aux, copies) = block.start(x, positions, attend, project=spec.project)
     return half, state, aux, copies
