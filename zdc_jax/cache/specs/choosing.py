@@ -94,10 +94,7 @@ class Choosing(NearFar):
         return far.k, far.v
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        def empty(width: int) -> Array:
-            return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
-
-        return FarTokens(empty(self.R), empty(self.Z))
+        return FarTokens(*super().create_far(batch, capacity))
 
     def write_far(self, state: NearFarState, new: NewTokens) -> FarTokens:
         def put(buffer: Array, x: Array) -> Array:
