@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from zdc_jax.conversation.tools.call_reader import CallReader
+from zdc_jax.generation.stopping import StopStrings
 
 SEPARATORS = ",;[]"
 """Characters between calls, and around lists of calls."""
@@ -212,8 +213,5 @@ class ToolParser:
 
     def _count_safe(self) -> int:
         """Count the characters of the buffer before white space and the part of a mark that may follow it."""
-        text, longest = self._buffer, max(map(len, self._format.starts))
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            if any(mark.startswith(text[start:]) for mark in self._format.starts):
-                return len(text[:start].rstrip())
-        return len(text.rstrip())
+        safe = StopStrings(self._format.starts).count_safe(self._buffer)
+        return len(self._buffer[:safe].rstrip())
