@@ -34,7 +34,6 @@ from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 from zdc_jax.planning.costs import request_seconds
-from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import (
     LayerCosts,
     Precision,
@@ -275,12 +274,8 @@ class Search:
         for window in windows:
             self.find_last_within([self._make_plan(ranks, window) for ranks in path], guess=last)
 
-    def _forecast(self) -> Forecast:
-        """Predict the costs of plans from calibration alone."""
-        return Predictor.stored().forecast(self.config, self.book.profile)
-
     def _try_predicted(self, window: int) -> None:
-        forecast = self._forecast()
+        forecast = Predictor.stored().forecast(self.config, self.book.profile)
         if window in forecast.costs:  # Calibration on short contexts has no costs for long windows.
             self.find_last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
 

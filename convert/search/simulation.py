@@ -188,18 +188,14 @@ class Simulation:
     def network(self, plan: CompressionPlan) -> Transformer:
         """Return the network that simulates a plan, which is bound to the model and the basis."""
         any_far = build_layer(*[Precision(self.config.head_dim, 8)] * 2)
-        layers = (
-            ranks if ranks.qk or self._slides(layer) else any_far for layer, ranks in enumerate(plan.layers)
-        )
+        pairs = zip(plan.layers, self.config.layers, strict=True)
+        layers = (ranks if ranks.qk or spec.window is not None else any_far for ranks, spec in pairs)
         specs = tuple(
             SimulatedStore.of(spec) if isinstance(spec, CodedStore) else spec
             for spec in replace(plan, layers=tuple(layers)).layer_caches(self.dtype.name)
         )
         blocks = [self._load_block(layer, plan) for layer in range(self.config.num_layers)]
         return _SimulatedTransformer(plan, self._embeddings, blocks, specs, self.config)
-
-    def _slides(self, layer: int) -> bool:
-        return self.config.layers[layer].window is not None
 
     def _load_block(self, layer: int, plan: CompressionPlan) -> Block:
         """Return a layer with the weights of a plan in their form, and what the plan stores as data."""

@@ -268,17 +268,11 @@ def shift_refusal(block_scores: Array | None) -> str | None:
     return None if block_scores is None else "it does not add the block scores of shifted keys"
 
 
-def _needs_gpu(q: Array) -> str | None:
+def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()!r}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, not {q.dtype}"
-    return None
-
-
-def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
-    if (reason := _needs_gpu(q)) is not None:
-        return reason
     if near:
         return "it does not support near keys of another rank"
     if k.shape != v.shape:

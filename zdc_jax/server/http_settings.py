@@ -7,7 +7,6 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zdc_jax.errors import PromptError, foreign_errors_as
 
@@ -96,17 +95,6 @@ class HttpSettings:
 
         with foreign_errors_as(PromptError, f"cannot listen on host={self.host!r} port={self.port}"):
             asyncio.run(listen())
-
-    def to_uvicorn(self) -> dict[str, Any]:
-        """Return address and connections in the words of `uvicorn.Config`."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "uds": None if self.uds is None else str(self.uds),
-            "ssl_certfile": self.ssl_certfile,
-            "ssl_keyfile": self.ssl_keyfile,
-            "timeout_keep_alive": self.keep_alive,
-        }
 
 
 def check_socket(path: Path) -> None:

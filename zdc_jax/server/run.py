@@ -81,7 +81,12 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 timeout_graceful_shutdown=FLUSH_SECONDS,
-                **settings.to_uvicorn(),
+                host=settings.host,
+                port=settings.port,
+                uds=None if settings.uds is None else str(settings.uds),
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]  # Fractions work, too.
             )
         )
         self._app, self._engine, self._name = app, engine, name
