@@ -164,97 +164,92 @@ def prepare(
                 f"the model has {config.max_positions} positions; choose contexts of at most "
                 f"{config.max_positions - LONG_TOKENS} tokens or leave out the task"
             )
-    split_documents = list(documents_of(split, documents))
-    return [
-        _make_material(config, tokenizer, plan, split_documents, tasks, context, max_documents, split, seed)
-        for context in contexts
-    ]
+    own_documents, own_seed = list(documents_of(split, documents)), split_seed(split, seed)
+    preparation = _Preparation(config, tokenizer, plan, own_documents, tasks, max_documents, split, own_seed)
+    return [preparation.make_material(context) for context in contexts]
 
 
-def _make_material(
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    plan: CompressionPlan,
-    documents: list[Document],
-    tasks: Sequence[str],
-    context: int,
-    max_documents: int,
-    split: Split,
-    seed: int,
-) -> Material:
-    seed = split_seed(split, seed)
+@dataclass(frozen=True)
+class _Preparation:
+    """Choice of the text for all context lengths; the attributes are the arguments of `prepare`."""
 
-    def cut_windows(length: int, most: int) -> np.ndarray:
-        eos_id = next(iter(config.eos_ids), None)
+    config: ModelConfig
+    tokenizer: Tokenizer
+    plan: CompressionPlan
+    documents: list[Document]
+    tasks: Sequence[str]
+    max_documents: int
+    split: Split
+    seed: int
+
+    def make_material(self, context: int) -> Material:
+        """Prepare the text of one context length."""
+        alignment = self._compute_alignment()
+        posed = (task for task in self.tasks if task.partition("@")[0] in task_modules.names())
+        poses = task_modules.chosen(posed, context)
+        windows, task_documents, long_prompts = None, list[TaskDocument](), None
+        if poses or AGREEMENT in self.tasks:
+            task_documents = make_task_documents(
+                poses,
+                self._cut_windows(context_length(context, alignment), self.max_documents),
+                self.tokenizer,
+                seed=self.seed,
+                not_drawn=self.config.eos_ids,
+            )
+        if PERPLEXITY in self.tasks:
+            windows = self._cut_windows(context, min(self.max_documents, MAX_WINDOWS))
+        if LONG_AGREEMENT in self.tasks:
+            long_prompts = self._cut_windows(context, min(self.max_documents, MAX_PROMPTS))
+        return Material(
+            context=context,
+            windows=windows,
+            task_documents=task_documents,
+            agreement=AGREEMENT in self.tasks,
+            long_prompts=long_prompts,
+            ruler=self._make_ruler_tasks(context),
+        )
+
+    def _compute_alignment(self) -> int:
+        """Return the alignment of the positions at which chunks and questions can begin."""
+        if set(self.tasks) == {PERPLEXITY}:
+            return ALIGNMENT
+        specs = self.plan.layer_caches(self.config.dtype)
+        alignment = math.lcm(ALIGNMENT, *(spec.alignment for spec in specs))
+        if PREFILL_CHUNK % alignment:
+            raise EvaluationError(
+                f"the plan needs chunks aligned to {alignment} tokens, but contexts are read in chunks of "
+                f"{PREFILL_CHUNK}; use a plan whose alignment divides {PREFILL_CHUNK}"
+            )
+        return alignment
+
+    def _cut_windows(self, length: int, most: int) -> np.ndarray:
+        eos_id = next(iter(self.config.eos_ids), None)
         windows, _ = token_windows(
-            documents, tokenizer, length=length, num_windows=most, seed=seed, eos_id=eos_id
+            self.documents, self.tokenizer, length=length, num_windows=most, seed=self.seed, eos_id=eos_id
         )
         if len(windows) < (least := min(MIN_DOCUMENTS, most)):
             raise TextError(
                 f"too little text: {least} windows of {length} tokens ({least * length:,}) are needed, but "
-                f"split {split!r}, a third of the text, has {len(windows)} ({windows.size:,}); give "
+                f"split {self.split!r}, a third of the text, has {len(windows)} ({windows.size:,}); give "
                 f"{-(-least // len(windows))} times as much text, or choose a shorter context"
             )
         return windows
 
-    alignment = ALIGNMENT if set(tasks) == {PERPLEXITY} else _compute_alignment(plan, config)
-    posed = (task for task in tasks if task.partition("@")[0] in task_modules.names())
-    poses = task_modules.chosen(posed, context)
-    task_documents: list[TaskDocument] = []
-    if poses or AGREEMENT in tasks:
-        task_documents = make_task_documents(
-            poses,
-            cut_windows(context_length(context, alignment), max_documents),
-            tokenizer,
-            seed=seed,
-            not_drawn=config.eos_ids,
-        )
-    return Material(
-        context=context,
-        windows=cut_windows(context, min(max_documents, MAX_WINDOWS)) if PERPLEXITY in tasks else None,
-        task_documents=task_documents,
-        agreement=AGREEMENT in tasks,
-        long_prompts=cut_windows(context, min(max_documents, MAX_PROMPTS))
-        if LONG_AGREEMENT in tasks
-        else None,
-        ruler=_make_ruler_tasks(tokenizer, documents, tasks, context, max_documents, split, seed),
-    )
+    def _make_ruler_tasks(self, context: int) -> dict[str, RulerTask]:
+        names = [name for name in RECIPES if name in self.tasks or RULER in self.tasks]
+        words = collect_words(self.documents, context)  # A word has at least one token.
+        if not words and (reading := [name for name in names if RECIPES[name].needs_text]):
+            raise TextError(
+                f"too little text: tasks {', '.join(reading)} hide their needles in text, but split "
+                f"{self.split!r}, a third of the text, has none; add text"
+            )
+        setting, count = Setting(context, self.tokenizer, words), self.max_documents
+        return {name: make_task(name, RECIPES[name], setting, count=count, seed=self.seed) for name in names}
 
 
 def reads_text(task: str) -> bool:
     """Return whether a task needs documents: all do, except tasks of RULER without a haystack of text."""
     return task not in RECIPES or RECIPES[task].needs_text
-
-
-def _make_ruler_tasks(
-    tokenizer: Tokenizer,
-    documents: list[Document],
-    tasks: Sequence[str],
-    context: int,
-    count: int,
-    split: Split,
-    seed: int,
-) -> dict[str, RulerTask]:
-    names = [name for name in RECIPES if name in tasks or RULER in tasks]
-    words = collect_words(documents, context)  # A word has at least one token.
-    if not words and (reading := [name for name in names if RECIPES[name].needs_text]):
-        raise TextError(
-            f"too little text: tasks {', '.join(reading)} hide their needles in text, but split {split!r}, a "
-            "third of the text, has none; add text"
-        )
-    setting = Setting(context, tokenizer, words)
-    return {name: make_task(name, RECIPES[name], setting, count=count, seed=seed) for name in names}
-
-
-def _compute_alignment(plan: CompressionPlan, config: ModelConfig) -> int:
-    """Return the alignment of the positions at which chunks and questions can begin."""
-    alignment = math.lcm(ALIGNMENT, *(spec.alignment for spec in plan.layer_caches(config.dtype)))
-    if PREFILL_CHUNK % alignment:
-        raise EvaluationError(
-            f"the plan needs chunks aligned to {alignment} tokens, but contexts are read in chunks of "
-            f"{PREFILL_CHUNK}; use a plan whose alignment divides {PREFILL_CHUNK}"
-        )
-    return alignment
 
 
 def evaluate(
