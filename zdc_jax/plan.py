@@ -12,8 +12,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.specs.spec import LayerCacheSpec
@@ -159,27 +157,14 @@ class CompressionPlan(PlannedLayers):
         Layers that store no keys of older tokens stay as they are. `shifted` may be empty, which means no
         layer.
         """
-        on = [*shifted] or [False] * len(self.layers)
-        return replace(
-            self,
-            layers=tuple(
-                replace(ranks, shift=bool(ranks.qk) and bool(shift))
-                for ranks, shift in zip(self.layers, on, strict=True)
-            ),
-        )
+        pairs = zip(self.layers, [*shifted] or [False] * len(self.layers), strict=True)
+        layers = (replace(ranks, shift=bool(ranks.qk) and bool(shift)) for ranks, shift in pairs)
+        return replace(self, layers=tuple(layers))
 
     def rotations(self, layer: int) -> Rotations:
         """Return the sizes of the coordinate blocks that the method rotates in a layer."""
         ranks = self.layers[layer]
         return self.settings_of(layer).rotations(ranks.qk, ranks.v) if ranks.qk else ((), ())
-
-    @property
-    def mean_ranks(self) -> tuple[float, float]:
-        """Mean over layers of (R, Z)."""
-        return (
-            float(np.mean([r.qk for r in self.layers])),
-            float(np.mean([r.v for r in self.layers])),
-        )
 
     def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
         """Return the cache spec of each layer, for a model of this dtype."""
@@ -325,7 +310,7 @@ class CompressionPlan(PlannedLayers):
         try:
             check_names(cls, fields, "the plan")
             read_settings = partial(methods.settings_from_json, fields.get("method", cls.method))
-            layers = _layers_from_json("layers", fields.pop("layers"), read_settings)
+            layers = _layers_from_json(fields.pop("layers"), read_settings)
             if (settings := fields.pop("settings", None)) is not None:
                 fields["settings"] = read_settings(settings)
             plan = cls(layers, **fields)
@@ -351,22 +336,16 @@ def _drop_defaults(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if value is not None and value is not False}
 
 
-def _layers_from_json(
-    name: str, value: Any, read_settings: Callable[[Any], MethodSettings]
-) -> tuple[LayerRanks, ...]:
+def _layers_from_json(value: Any, read_settings: Callable[[Any], MethodSettings]) -> tuple[LayerRanks, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"layers={value!r:.80} must be a list")
     layers = []
-    for index, layer in enumerate(_check_list(name, value)):
-        check_names(LayerRanks, layer, f"{name}[{index}]")
+    for index, layer in enumerate(value):
+        check_names(LayerRanks, layer, f"layers[{index}]")
         if layer.get("settings") is not None:
             layer = {**layer, "settings": read_settings(layer["settings"])}
         layers.append(LayerRanks(**layer))
     return tuple(layers)
-
-
-def _check_list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name}={value!r:.80} must be a list")
-    return value
 
 
 def _check_integer(name: str, value: Any) -> int:

@@ -391,7 +391,7 @@ def describe(config: ModelConfig, trial: Trial) -> str:
 
 
 def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
-    R, Z = plan.mean_ranks
+    R, Z = np.mean([(ranks.qk, ranks.v) for ranks in plan.layers], axis=0)
     cut = sum(ranks.qk == 0 for ranks in plan.layers)
     return (
         f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
