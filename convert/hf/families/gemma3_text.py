@@ -46,7 +46,6 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     repeated = layer.repeated(raw["num_hidden_layers"])
     pattern = raw.get("sliding_window_pattern", 6)
     layers = add_windows(repeated, raw, lambda index: (index + 1) % pattern > 0)
-    bias = parse_flag(raw, "attention_bias", False)
     return llama.parse_shared(
         raw,
         layers=tuple(replace(each, rope=rope[SLIDING if each.window else FULL]) for each in layers),
@@ -56,8 +55,7 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         tie_embeddings=parse_flag(raw, "tie_word_embeddings", True),
         norm_offset=1.0,
         embed_scale=raw["hidden_size"] ** 0.5,
-        qkv_bias=bias,
-        out_bias=bias,
+        **llama.parse_attention_biases(raw),
         **common,
     )
 

@@ -32,13 +32,16 @@ def parse_shared(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
     return ModelConfig(**(shared | own))
 
 
+def parse_attention_biases(raw: Mapping[str, Any]) -> dict[str, bool]:
+    """Parse the flag that all biases of attention share."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), parse_flag(raw, "attention_bias", False))
+
+
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    attention_bias = parse_flag(raw, "attention_bias", False)
     return parse_shared(
         raw,
         layers=LayerSpec(rope=parse_rope(raw)).repeated(raw["num_hidden_layers"]),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
+        **parse_attention_biases(raw),
         mlp_bias=parse_flag(raw, "mlp_bias", False),
         **common,
     )

@@ -5,19 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from convert.hf.families import llama, qwen2
-from convert.hf.settings import parse_flag, parse_rope
+from convert.hf.settings import parse_rope
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
 def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    bias = parse_flag(raw, "attention_bias", False)
     return llama.parse_shared(
         raw,
         layers=qwen2.parse_layers(raw, LayerSpec(rope=parse_rope(raw), qk_norm=True)),
         num_kv_heads=raw["num_key_value_heads"],
         head_dim=raw["head_dim"],
-        qkv_bias=bias,
-        out_bias=bias,
+        **llama.parse_attention_biases(raw),
         **common,
     )
 
