@@ -7,7 +7,7 @@ quoted by llama.cpp (`llm_tokenizer_bpe` in src/llama-vocab.cpp).
 import warnings
 from dataclasses import dataclass
 
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from zdc_jax.errors import ConversionError
 
@@ -55,10 +55,6 @@ class PreTokenization:
         if self.digits:
             steps = [pre_tokenizers.Digits(individual_digits=True), *steps]
         return pre_tokenizers.Sequence(steps)
-
-    def normalizer(self) -> normalizers.Normalizer | None:
-        """Build the normalizer of the `tokenizers` library, or return None where text is not normalized."""
-        return normalizers.NFC() if self.nfc else None
 
 
 _LLAMA3_SPLIT = PreTokenization(_LLAMA3, keeps_tokens=True, adds_bos=True)

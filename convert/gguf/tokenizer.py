@@ -148,8 +148,8 @@ def _build_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     tokenizer = Tokenizer(models.BPE(vocabulary.map_ids(), pairs, ignore_merges=split.keeps_tokens))
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    if (normalizer := split.normalizer()) is not None:
-        tokenizer.normalizer = normalizer
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     return tokenizer, split.adds_bos
 
 
