@@ -1,6 +1,5 @@
 """Rotary embedding, and the basis of queries and keys applied after it (`post_rope`)."""
 
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,9 +110,18 @@ def rope_and_basis(
     others, with the same result. The kernel writes keys token by token if `by_token`, else head by head;
     XLA copies them if they are read in the other order.
     """
-    H, C = q_rotation.shape[1:]
-    operands = partial(_operands, frequencies=frequencies)
+    (B, T, N, _), (H, C) = q.shape, q_rotation.shape[1:]
     arrays = q, k, positions, q_rotation, k_rotation
+
+    def operands(
+        q: Array, k: Array, positions: Array, q_rotation: Array, k_rotation: Array
+    ) -> dict[str, Any]:
+        # The kernel's tiles contain tokens of one sequence. Short sequences are joined into one to fill them.
+        cos, sin = rotary_angles(positions, frequencies)
+        by_token = {"q": q, "k": k, "angles_cos": cos, "angles_sin": sin}
+        if T < TILE_TOKENS:
+            by_token = {name: x.reshape(1, B * T, *x.shape[2:]) for name, x in by_token.items()}
+        return by_token | {"q_rotation": q_rotation, "k_rotation": k_rotation}
 
     def refusal() -> str | None:
         return attention.kernel_refusal(post_rope_refusal, operands, *arrays)
@@ -122,34 +130,12 @@ def rope_and_basis(
         queries, keys = post_rope(**operands(*arrays), by_token=by_token)
         keys = keys if by_token else keys.swapaxes(1, 2)
         return queries.reshape(*q.shape[:3], C), keys.reshape(*k.shape[:3], C)
-    frequencies = jnp.asarray(frequencies, jnp.float32)
-    q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
-    B, T, N, _ = q.shape
+    on_device = jnp.asarray(frequencies, jnp.float32)
+    q, k = (rotate(x, positions, on_device, interleaved=False) for x in (q, k))
     groups = q.reshape(B, T, k.shape[2], -1, H)
     q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C).astype(q.dtype)
     k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation).astype(k.dtype)
     return q, k
-
-
-def _operands(
-    q: Array,
-    k: Array,
-    positions: Array,
-    q_rotation: Array,
-    k_rotation: Array,
-    *,
-    frequencies: np.ndarray | Array,
-) -> dict[str, Any]:
-    """Return the arrays of `post_rope`.
-
-    The kernel's tiles contain tokens of one sequence. Short sequences are joined into one to fill the tiles.
-    """
-    B, T = q.shape[:2]
-    cos, sin = rotary_angles(positions, frequencies)
-    by_token = {"q": q, "k": k, "angles_cos": cos, "angles_sin": sin}
-    if T < TILE_TOKENS:
-        by_token = {name: x.reshape(1, B * T, *x.shape[2:]) for name, x in by_token.items()}
-    return by_token | {"q_rotation": q_rotation, "k_rotation": k_rotation}
 
 
 def rotary_angles(

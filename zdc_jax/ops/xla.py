@@ -78,7 +78,13 @@ def xla_attention(
 
     def run_block(q: Array, positions: Array, index: Array, *gains: Array) -> tuple[Array, Array]:
         own = None if near is None else _near_block(near, index[0, 0], past - window, window + q.shape[1])
-        return _xla_block(q, k, v, positions, scale, own, sinks, window, *gains)
+        t, j = positions[:, :, None], jnp.arange(k.shape[2])
+        parts = [_Part(k, v, ((j >= sinks) & (j <= t - window))[:, None], j)] if k.shape[3] else []
+        if own is not None:
+            j = own.positions[:, None, :]
+            visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
+            parts.append(_Part(own.k, own.v, visible[:, None], own.positions))
+        return _attend(q, parts, scale, *gains)
 
     queries = jnp.broadcast_to(jnp.arange(T), (B, T))
     gains = [] if block_scores is None else [block_scores]
@@ -166,28 +172,6 @@ def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys
         return jnp.concatenate([head, tail], axis=axis)
 
     return NearKeys(cut(near.k, 2), cut(near.v, 2), cut(near.positions, 1))
-
-
-def _xla_block(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    scale: float,
-    near: NearKeys | None,
-    sinks: Array | int,
-    window: int,
-    block_scores: Array | None = None,
-) -> tuple[Array, Array]:
-    S, R = k.shape[2:]
-    t = positions[:, :, None]
-    j = jnp.arange(S)
-    parts = [_Part(k, v, ((j >= sinks) & (j <= t - window))[:, None], j)] if R else []
-    if near is not None:
-        j = near.positions[:, None, :]
-        visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
-        parts.append(_Part(near.k, near.v, visible[:, None], near.positions))
-    return _attend(q, parts, scale, block_scores)
 
 
 class _Part(NamedTuple):
