@@ -160,11 +160,21 @@ def make_basis(
 
     can_shift = len(shiftable) > 0 and moments.k_rest is not None and qk != "pairs"
 
+    def solve_shift(layer: int, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the shift, and the side of q and k without the mean of keys if it is worth it."""
+        assert moments.k_rest is not None
+        assert moments.key_shift is not None
+        shifted = _solve_qk(moments, layer, qk, ridge, moments.k_rest[layer] / moments.num_tokens)
+        noise = [predict_noise(side["q_rms"], side["k_rms"]).sum() for side in (whole, shifted)]
+        worth = shiftable[layer] and bool(noise[1] < WORTH_SHIFTING * noise[0])
+        own = {"key_shift": moments.key_shift[layer], "shifted": np.array(worth)}
+        return own | (shifted if worth else {})
+
     def solve(layer: int) -> dict[str, np.ndarray]:
         latent = {} if moments.k_before is None else {"k_latent": solve_components(moments.k_before[layer])}
         qk_side = _solve_qk(moments, layer, qk, ridge)
         if can_shift:
-            qk_side |= _solve_shift(moments, layer, qk, ridge, qk_side, allowed=shiftable[layer])
+            qk_side |= solve_shift(layer, qk_side)
         return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
 
     # Matrices are too small for BLAS's own threads, so layers run in parallel with one thread each.
@@ -206,28 +216,6 @@ def _solve_qk(
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
     extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
     return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
-
-
-def _solve_shift(
-    moments: Moments,
-    layer: int,
-    kind: QKKind,
-    ridge: float,
-    whole: dict[str, np.ndarray],
-    *,
-    allowed: bool,
-) -> dict[str, np.ndarray]:
-    """Return the shift of one layer, and the side of q and k for keys without their mean if it is worth it.
-
-    `whole` is the side for whole keys.
-    """
-    assert moments.k_rest is not None
-    assert moments.key_shift is not None
-    shifted = _solve_qk(moments, layer, kind, ridge, moments.k_rest[layer] / moments.num_tokens)
-    noise = [predict_noise(side["q_rms"], side["k_rms"]).sum() for side in (whole, shifted)]
-    worth = allowed and bool(noise[1] < WORTH_SHIFTING * noise[0])
-    own = {"key_shift": moments.key_shift[layer], "shifted": np.array(worth)}
-    return own | (shifted if worth else {})
 
 
 def predict_noise(
