@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
@@ -21,7 +20,6 @@ from kernels_pallas import (
     Plane,
     coded_parts,
     coded_refusal,
-    dequantise_refusal,
     device_refusal,
     index_scores,
     largest,
@@ -157,46 +155,6 @@ def stored_attention_refusal(
     return device_refusal(q) or prefill_refusal(
         q, k, v, starts=starts, keys="far", sinks=sinks, window=window
     )
-
-
-def can_dequantize_far(
-    q: Float[Array, "B T N R"],
-    planes: Sequence[Sequence[Plane]],
-    *,
-    sinks: int,
-    window: int,
-    dtype: DTypeLike,
-    implementation: Implementation | None = None,
-    table: Int[Array, "B pages"] | None = None,
-) -> bool:
-    """Return whether `stored_attention` runs on kernels that dequantize these planes first.
-
-    Args:
-      q: queries.
-      planes: planes of keys and of values, pools if there is a `table`; empty if the kernels do not support a
-        code.
-      sinks: number of sinks.
-      window: size of the recent window.
-      dtype: dtype of the dequantized values.
-      implementation: requested implementation; None chooses.
-      table: block table of a paged cache.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this call; the message says why.
-    """
-    if not all(planes):
-        return False
-    k, v = (
-        jax.ShapeDtypeStruct((*rows_of(each[0].reach, table), sum(plane.width for plane in each)), dtype)
-        for each in planes
-    )
-    near: dict[str, Any] = {"sinks": sinks, "window": window}
-    refusal = partial(stored_attention_refusal, q, k, v, **near)
-    if not takes_kernels("far prompt", implementation, refusal):
-        return False
-    row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-    refusal = partial(dequantise_refusal, planes, row, dtype=dtype, block_table=table)
-    return takes_kernels("dequantising", None, refusal)
 
 
 def coded_decode_refusal(

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import NEAR_WINDOW, CodedPass, Plane, Trailing, dequantise, prefill_attention
+from kernels_pallas import (
+    NEAR_WINDOW,
+    CodedPass,
+    Plane,
+    Trailing,
+    dequantise,
+    dequantise_refusal,
+    prefill_attention,
+)
+from kernels_pallas.quantized.inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers, kernel_planes
@@ -23,10 +32,10 @@ from zdc_jax.errors import PlanError
 from zdc_jax.ops.cache_attention import (
     ArrangedQueries,
     attend_passes,
-    can_dequantize_far,
     coded_decode_refusal,
     far_pass,
     slots_for,
+    stored_attention_refusal,
     takes_kernels,
 )
 
@@ -94,12 +103,23 @@ class CodedStore(CodedFar):
             put = partial(_put_in_pages, positions=new.positions, end=new.end)
             coded_k, coded_v = (put(*each, x) for each, x in zip(stored, parts, strict=True))
             return coded_k, coded_v
-        rings = state.near.ring_k, state.near.ring_v
-        codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
-        return tuple(
-            self._put_complete_blocks(code, stored, ring, x, width, state, new)
-            for code, stored, ring, x, width in zip(codes, state.far, rings, (k, v), widths, strict=True)
-        )
+        sinks, window = state.near.near
+
+        def put_complete_blocks(code: Code, stored: Coded, ring: Array, x: Array, width: int) -> Coded:
+            """Return `stored` with the blocks that the new tokens' vectors x [B, T, K, _] complete."""
+            start, block = new.start, code.block
+            first, blocks, rows = start // block, x.shape[1], x.swapaxes(1, 2)
+            if block > 1:
+                blocks = x.shape[1] // block + 1
+                rows = recent_rows(ring, x, start, first * block, sinks=sinks, window=window, past=block - 1)
+                rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
+            rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
+            complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= new.end[:, None]
+            put = partial(put_blocks, first=first, complete=complete)
+            return jax.tree.map(put, stored, code.encode(rows))
+
+        codes, rings = (self.key_code, self.value_code), (state.near.ring_k, state.near.ring_v)
+        return tuple(map(put_complete_blocks, codes, state.far, rings, (k, v), (self.R, self.Z)))
 
     def attend_far(
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call
@@ -238,16 +258,26 @@ class CodedStore(CodedFar):
     def _can_dequantize(
         self, pools: tuple[Coded, Coded], table: Int[Array, "B n"] | None, q: Array, call: Call
     ) -> bool:
-        """Return whether kernels dequantize the store for a chunk of a prompt and attend to the result."""
-        return can_dequantize_far(
-            q,
-            self._convert_planes(pools),
-            sinks=self.sinks,
-            window=self.window,
-            dtype=self.dtype,
-            implementation=call.implementation,
-            table=table,
+        """Return whether kernels dequantize the store for a chunk of a prompt and attend to the result.
+
+        Raises:
+          NotImplementedError: the requested implementation cannot serve this call; the message says why.
+        """
+        planes = self._convert_planes(pools)
+        if not all(planes):  # The kernels do not support a code.
+            return False
+        k, v = (
+            jax.ShapeDtypeStruct(
+                (*rows_of(each[0].reach, table), sum(plane.width for plane in each)), self.dtype
+            )
+            for each in planes
         )
+        refusal = partial(stored_attention_refusal, q, k, v, sinks=self.sinks, window=self.window)
+        if not takes_kernels("far prompt", call.implementation, refusal):
+            return False
+        row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+        refusal = partial(dequantise_refusal, planes, row, dtype=self.dtype, block_table=table)
+        return takes_kernels("dequantising", None, refusal)
 
     def _convert_planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
         """Return the planes of keys and those of values."""
@@ -255,30 +285,6 @@ class CodedStore(CodedFar):
 
     def _pair_codes(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])
-
-    def _put_complete_blocks(
-        self,
-        code: Code,
-        stored: Coded,
-        ring: Array,
-        x: Array,
-        width: int,
-        state: NearFarState,
-        new: NewTokens,
-    ) -> Coded:
-        """Return `stored` with the blocks that the new tokens' vectors x [B, T, K, _] complete."""
-        start, block = new.start, code.block
-        first, blocks = start // block, x.shape[1]
-        rows = x.swapaxes(1, 2)
-        if block > 1:
-            sinks, window = state.near.near
-            blocks = x.shape[1] // block + 1
-            rows = recent_rows(ring, x, start, first * block, sinks=sinks, window=window, past=block - 1)
-            rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
-        rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
-        complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= new.end[:, None]
-        put = partial(put_blocks, first=first, complete=complete)
-        return jax.tree.map(put, stored, code.encode(rows))
 
 
 def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end: Array) -> Coded:
