@@ -118,33 +118,9 @@ def list_group_sizes(config: ModelConfig) -> tuple[int, ...]:
     return (*(1 << power for power in range(1, L.bit_length()) if 1 << power < L), L)
 
 
-def search_classes(
-    config: ModelConfig,
-    length: int,
-    size: Callable[[CompressionPlan], float],
-    increase: Callable[[CompressionPlan], float],
-    *,
-    with_window: bool,
-) -> None:
-    """Descend once per window from the last plan, because longer windows allow more steps.
-
-    Args:
-      config: architecture of the model.
-      length: tokens of the windows of text.
-      size: size of a plan.
-      increase: measures the cost of a plan, as a share of the limit.
-      with_window: whether recent tokens keep all coordinates.
-    """
-    fitting = tuple(window for window in WINDOWS if window <= length // 4) or WINDOWS[:1]
-    numbers = ClassNumbers.largest(config, class_block(length))
-    for window in fitting if with_window else (0,):
-        numbers = descend(
-            replace(numbers, window=window),
-            lambda here: here.list_neighbors(config),
-            lambda here: size(here.make_plan(config)),
-            lambda here: increase(here.make_plan(config)),
-            1.0,
-        )
+def list_windows(length: int) -> tuple[int, ...]:
+    """Return the windows that mode `window+classes` tries on text of `length` tokens."""
+    return tuple(window for window in WINDOWS if window <= length // 4) or WINDOWS[:1]
 
 
 def descend(

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float
 
-from convert.search.class_search import search_classes
+from convert.search.class_search import ClassNumbers, class_block, descend, list_windows
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -164,13 +164,7 @@ class Search:
                 case "uniform":
                     self._search_uniform()
                 case "classes" | "window+classes":
-                    search_classes(
-                        self.config,
-                        self.length,
-                        self.size,
-                        lambda plan: self.cost(self.try_plan(plan)),
-                        with_window=options.mode == "window+classes",
-                    )
+                    self._search_classes(with_window=options.mode == "window+classes")
         if self.best is None:
             raise PlanError(
                 f"mode={options.mode!r}: no measured plan stays within {options.max_degradation:.2%} of "
@@ -283,6 +277,18 @@ class Search:
         ranks = allowed_ranks(self.config.head_dim)[:0:-1]
         for v in ranks:
             self.find_last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
+
+    def _search_classes(self, *, with_window: bool) -> None:
+        """Descend once per window from the last plan, because longer windows allow more steps."""
+        numbers = ClassNumbers.largest(self.config, class_block(self.length))
+        for window in list_windows(self.length) if with_window else (0,):
+            numbers = descend(
+                replace(numbers, window=window),
+                lambda here: here.list_neighbors(self.config),
+                lambda here: self.size(here.make_plan(self.config)),
+                lambda here: self.cost(self.try_plan(here.make_plan(self.config))),
+                1.0,
+            )
 
     def _list_path(self, costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
         """Return the layers of plans of falling size and rising cost."""
