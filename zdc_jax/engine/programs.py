@@ -21,11 +21,11 @@ from zdc_jax.generation.steps import (
     Frontier,
     SampledTokens,
     advance,
-    advance_with,
     decode_steps,
+    select_active,
 )
 from zdc_jax.model.block import HalfLayer
-from zdc_jax.model.mixed_batch import Place
+from zdc_jax.model.mixed_batch import Place, extend_together
 from zdc_jax.model.transformer import Transformer
 
 CHUNK_HEADER = 7
@@ -136,7 +136,7 @@ def prefill_and_decode(
 ) -> tuple[PrefillState, tuple[tuple[Frontier, ...], HalfLayer, Frontier]]:
     """Prefill chunks of `several` sequences and run one decode step of the first `rows` sequences.
 
-    Each of several chunks has at most `longest` tokens.
+    Each of several chunks has at most `longest` tokens. Sequences with chunks get no decode step.
 
     Returns the state, the frontiers of the chunks, the last layer for all their tokens, and the frontier of
     the active sequences.
@@ -145,20 +145,23 @@ def prefill_and_decode(
     headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
     tokens, packed_rows = packed[headers_size:rows_at], packed[rows_at:].reshape(rows, 1 + WIDTH)
     row, begin, count, last, mark, slot, needed_from = headers.T
-    # Tokens that attend one by one store snapshots only where chunks end.
-    place, tails = Place(row, begin, begin + count, mark, slot), state.tails
-    result, decoded = advance_with(
+    place, (batch, tails) = Place(row, begin, begin + count, mark, slot), state
+    wanted, numbers, lengths = packed_rows[:, 0].astype(bool), packed_rows[:, 1:], batch.cache.lengths
+    decoding, active, end = select_active(batch.first(rows), wanted, numbers)
+    result = extend_together(
         network,
-        state.batch,
-        wanted=packed_rows[:, 0].astype(bool),
-        numbers=packed_rows[:, 1:],
-        place=place,
-        chunks=tokens,
+        replace(batch.cache, lengths=jnp.concatenate([decoding.lengths, lengths[rows:]])),
+        place,
+        tokens,
+        batch.last[:rows],
+        end,
         longest=longest,
+        # Tokens that attend one by one store snapshots only where chunks end.
         tails=None if network.reproducible else tails,
         needed_from=needed_from,
     )
-    cache, new_tails = result.cache, result.tails
+    kept = jnp.concatenate([jnp.where(wanted, end, lengths[:rows]), lengths[rows:]])
+    cache, new_tails = replace(result.cache, lengths=place.lengths_after(kept)), result.tails
     if network.reproducible and tails:
         own = [[jnp.take(leaf, row, axis=0, mode="clip") for leaf in layer] for layer in cache.own]
         new_tails = tails.put(own, slot)
@@ -166,8 +169,8 @@ def prefill_and_decode(
         Frontier(result.ends[one], last[one].astype(bool), place.end[one])
         for one in (slice(i, i + 1) for i in range(several))
     )
-    state = PrefillState(state.batch._replace(cache=cache), new_tails)
-    return state, (frontiers, result.half, decoded)
+    state = PrefillState(batch._replace(cache=cache), new_tails)
+    return state, (frontiers, result.half, Frontier(result.tokens, active, end))
 
 
 def prefill_whole(

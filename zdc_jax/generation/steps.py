@@ -21,12 +21,10 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.cache.tails import TailArrays
 from zdc_jax.generation.next_token import Choice, Token, choose_token
 from zdc_jax.generation.packed_parameters import PackedParameters
 from zdc_jax.generation.shaping import Shaping
 from zdc_jax.model.embeddings import Embeddings
-from zdc_jax.model.mixed_batch import MixedResult, Place, extend_together
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
@@ -232,41 +230,6 @@ def advance(
     hidden, longer = network.extend(cache, state.last[:, None], end, implementation)
     lengths = jnp.where(wanted, end, state.cache.lengths)
     return replace(longer, lengths=lengths), Frontier(hidden[:, 0], active, end)
-
-
-def advance_with(
-    network: Transformer,
-    state: DecodeState,
-    wanted: Bool[Array, " b"],
-    numbers: Int[Array, "b WIDTH"],
-    place: Place,
-    chunks: Int[Array, " T"],
-    longest: int,
-    tails: TailArrays | None = None,
-    needed_from: Int[Array, " P"] | None = None,
-) -> tuple[MixedResult, Frontier]:
-    """Run `advance` for the first b sequences together with prefill of chunks of sequences not `wanted`.
-
-    Each of several chunks has at most `longest` tokens. `needed_from` is that of `extend_together`. Returns
-    its result, and the frontier of the first b sequences.
-    """
-    count, lengths = len(wanted), state.cache.lengths
-    cache, active, end = select_active(state.first(count), wanted, numbers)
-    visible = replace(state.cache, lengths=jnp.concatenate([cache.lengths, lengths[count:]]))
-    result = extend_together(
-        network,
-        visible,
-        place,
-        chunks,
-        state.last[:count],
-        end,
-        longest=longest,
-        tails=tails,
-        needed_from=needed_from,
-    )
-    kept = jnp.concatenate([jnp.where(wanted, end, lengths[:count]), lengths[count:]])
-    result = result._replace(cache=replace(result.cache, lengths=place.lengths_after(kept)))
-    return result, Frontier(result.tokens, active, end)
 
 
 def select_active(
