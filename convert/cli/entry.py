@@ -1,8 +1,12 @@
 """Entry points of `zdc` and `zdc-convert`, which report missing packages in one line."""
 
 import gc
+import os
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
+
+from convert.cli.interrupts import INTERRUPTED, end_at_second_interrupt
 
 TOOLS = (
     "filelock",
@@ -16,6 +20,8 @@ TOOLS = (
     "wonderwords",
 )
 """Packages of the extra `tools`, which the library can serve without."""
+OWN_INTERRUPTS = {"chat", "serve"}
+"""Commands that go on after Ctrl-C, or end in steps."""
 
 
 def main() -> int:
@@ -32,6 +38,19 @@ def _run(arguments: list[str]) -> int:
     if missing := [name for name in TOOLS if find_spec(name) is None]:
         print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
         return 2
+    try:
+        with nullcontext() if {*arguments[:1]} & OWN_INTERRUPTS else end_at_second_interrupt():
+            status = _run_command(arguments)
+    except KeyboardInterrupt:  # While modules were imported.
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(status)  # Threads of XLA that still run would abort a normal exit.
+    return status
+
+
+def _run_command(arguments: list[str]) -> int:
     gc.disable()  # Imports make many objects that stay. To search them for garbage takes a fifth of the time.
     try:
         from convert.cli.main import main

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import tyro
 
 from convert.cli.choices import CHOICES
+from convert.cli.interrupts import INTERRUPTED
 
 DESCRIPTION = """Compress the KV cache of a language model.
 
@@ -91,7 +93,6 @@ def _run(name: str, arguments: list[str]) -> int:
     """Parse the arguments of a command, and run it; return the exit status."""
     commands = {each: _summarize(each) for each in SUMMARIES} | {name: import_command(name)}
     # These take as long as the command itself.
-    from jax.errors import JaxRuntimeError
     from rich.console import Console
 
     from convert.cli.errors import reword_for_flags
@@ -110,7 +111,7 @@ def _run(name: str, arguments: list[str]) -> int:
             command.run(Console())
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         except (
             ZDCError,
             OSError,
@@ -118,13 +119,32 @@ def _run(name: str, arguments: list[str]) -> int:
         ) as error:  # `NotImplementedError` names unsupported cases.
             print(f"error: {reword_for_flags(str(error), command)}", file=sys.stderr)
             return 2
-        except JaxRuntimeError as error:
-            if not any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
+        except (RuntimeError, AssertionError) as error:
+            if (message := _describe_device_fault(error)) is None:
                 raise
-            (reason, *_) = str(error).splitlines()  # A report on all buffers may follow.
-            print(f"error: {reason}; lower the batch, the context or the cache", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
             return 2
     return 0
+
+
+def _describe_device_fault(error: Exception) -> str | None:
+    """Return what is wrong with the device or its memory; None for other errors."""
+    import jax
+
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if not any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
+            return None
+        (reason, *_) = str(error).splitlines()  # A report on all buffers may follow.
+        return f"{reason}; lower the batch, the context or the cache"
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        return (
+            f"JAX_PLATFORMS={wanted}: JAX finds no such device; unset it, or run "
+            "pip install 'zdc-jax[cuda]' on a machine with an NVIDIA GPU"
+        )
+    return None
 
 
 if __name__ == "__main__":
