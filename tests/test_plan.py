@@ -211,7 +211,7 @@ def test_broken_files_are_told_what_is_wrong(tmp_path, change, message):
     path = tmp_path / "plan.json"
     value = CompressionPlan.full(LLAMA).to_json() | {"method": "kivi", "window": 32} | change
     path.write_text(json.dumps({name: item for name, item in value.items() if item is not None}))
-    with pytest.raises(PlanError, match=rf"plan\.json is not a compression plan: {message}"):
+    with pytest.raises(PlanError, match=rf"plan\.json: is not a plan of `zdc plan`: {message}"):
         CompressionPlan.load(path)
 
 

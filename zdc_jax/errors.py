@@ -72,6 +72,13 @@ class ProcessError(ZDCError, RuntimeError):
     """Failure of the processes of one mesh to connect. The message names the missing processes."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the text of an exception; for errors of the operating system without number and path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[:1].lower() + error.strerror[1:]
+    return str(error)
+
+
 @contextmanager
 def foreign_errors_as(kind: type[ZDCError], what: str) -> Iterator[None]:
     """Convert exceptions of third-party libraries to `kind`; pass on `ZDCError` and interrupts unchanged.
@@ -80,7 +87,8 @@ def foreign_errors_as(kind: type[ZDCError], what: str) -> Iterator[None]:
 
     Args:
       kind: exception to raise.
-      what: beginning of its message; the text of the original exception follows.
+      what: beginning of its message, with the name of the file, if any; the text of the original exception
+        follows.
     """
     try:
         yield
@@ -89,4 +97,4 @@ def foreign_errors_as(kind: type[ZDCError], what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{what}: {describe_error(error)}") from error

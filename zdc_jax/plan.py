@@ -16,12 +16,14 @@ from zdc_jax import methods
 from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import PlanError
+from zdc_jax.errors import PlanError, describe_error
 from zdc_jax.fields import MOST, check_names
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.planned_layers import LayerRanks as LayerRanks
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
 
+MAKE_PLAN = "make one for this model: run `zdc plan MODEL PLAN.json --preset 4bit`, or `zdc compress`"
+"""Advice in errors about a plan of another model."""
 FORMAT_VERSION = 3
 """Format version of plan files. Version 1 has no `basis`; version 2 has no `settings` of single layers."""
 RANK_STEP = 16
@@ -210,7 +212,10 @@ class CompressionPlan(PlannedLayers):
             ("head_dim", self.head_dim, config.head_dim),
         ):
             if value != expected:
-                raise PlanError(f"the plan has {name}={value}, the model has {name}={expected}")
+                raise PlanError(
+                    f"the plan was made for another model: it has {name}={value}, the model has "
+                    f"{name}={expected}; {MAKE_PLAN}"
+                )
         for index, (spec, ranks) in enumerate(zip(config.layers, self.layers, strict=True)):
             if spec.window is not None and not (ranks.window and ranks.window <= spec.window):
                 raise PlanError(
@@ -225,8 +230,8 @@ class CompressionPlan(PlannedLayers):
                 )
         if self.fingerprint and self.fingerprint != fingerprint:
             raise PlanError(
-                f"the plan was made for model {self.fingerprint!r}, this model is {fingerprint!r}; "
-                "run `zdc plan` on this model"
+                f"the plan was made for another model, {self.fingerprint!r}; this model is {fingerprint!r}; "
+                f"{MAKE_PLAN}"
             )
 
     def check_basis(self, basis: str) -> None:
@@ -268,19 +273,27 @@ class CompressionPlan(PlannedLayers):
             file.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path, *, label: str | None = None) -> Self:
         """Load a plan from a JSON file.
 
         Plans of format version 1 that are bound to a model cause a warning, because they name no basis.
+
+        Args:
+          path: the file.
+          label: name of the file in errors; default the path.
 
         Raises:
           PlanError: the file is missing, corrupt or not a plan.
         """
         try:
             value = load_json(Path(path))
-        except (OSError, ValueError) as error:
-            raise PlanError(f"cannot read plan {path}: {error}") from error
-        return cls.from_json(value, path)
+        except OSError as error:
+            raise PlanError(f"{label or path}: cannot be read: {describe_error(error)}") from error
+        except ValueError as error:
+            raise PlanError(
+                f"{label or path}: is not a plan of `zdc plan`, but broken JSON: {error}"
+            ) from error
+        return cls.from_json(value, label or path)
 
     @classmethod
     def from_json(cls, value: Any, path: str | Path) -> Self:
@@ -294,8 +307,10 @@ class CompressionPlan(PlannedLayers):
           PlanError: the value is not a valid plan.
         """
         if not isinstance(value, dict):
-            raise PlanError(f"{path}: {value!r:.80} must be a JSON object")
+            raise PlanError(f"{path}: is not a plan of `zdc plan`: {value!r:.80} must be a JSON object")
         version = value.get("format_version")
+        if version is None:
+            raise PlanError(f"{path}: is not a plan of `zdc plan`: it has no format_version")
         if version not in range(1, FORMAT_VERSION + 1):
             raise PlanError(
                 f"{path}: format_version={version!r} is not supported; "
@@ -317,7 +332,7 @@ class CompressionPlan(PlannedLayers):
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
         except (TypeError, ValueError) as error:
-            raise PlanError(f"{path} is not a compression plan: {error}") from error
+            raise PlanError(f"{path}: is not a plan of `zdc plan`: {error}") from error
         if version == 1 and plan.fingerprint:
             warnings.warn(
                 f"{path}: format_version=1 does not name the basis of the plan, so a wrong basis cannot be "
