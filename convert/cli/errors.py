@@ -41,7 +41,7 @@ def reword_for_flags(message: str, command: Any) -> str:
         for quoted, typed in _list_spellings(name, flag, value):
             pattern = rf"(?<![\w-]){re.escape(quoted)}(?!\w|\.\d)"
             message = re.sub(pattern, typed.replace("\\", r"\\"), message)
-        message = re.sub(rf"(?<![\w-])({name}|{_OTHER_NAMES.get(name, name)})=(?=\s|$)", flag, message)
+        message = re.sub(rf"(?<![\w-])({name}|{_OTHER_NAMES.get(name, name)})=(?=[\s,;]|$)", flag, message)
     if (schema := values.get("json_schema")) is not None:  # The text of the file says less than its name.
         named = f"--json-schema {schema}".replace("\\", r"\\")
         message = re.sub(r"(?<![\w-])json='.*?(?= cannot be used)", named, message)
@@ -83,7 +83,8 @@ def _list_spellings(name: str, flag: str, value: Any) -> Iterator[tuple[str, str
             yield f"{name}={list(value)!r}", typed
             for item in value:  # A function that handles one of them uses the singular.
                 singular = flag.removesuffix("S")  # Only positional arguments are in upper case.
-                yield f"{name.removesuffix('s')}={item!r}", shlex.join([singular, str(item)])
+                for quoted in (repr(item), repr(str(item))):
+                    yield f"{name.removesuffix('s')}={quoted}", shlex.join([singular, str(item)])
         case _:
             typed = shlex.join([flag, str(value)])
             yield f"{name}={value!r}", typed

@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.hf.families import get_family, list_architectures
 from zdc_jax.config import DTYPES, ModelConfig
-from zdc_jax.errors import ConversionError
+from zdc_jax.errors import ConversionError, describe_error
 from zdc_jax.files import load_json
 
 
@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConversionError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError) as error:
-        raise ConversionError(f"cannot read {path}: {error}") from error
+        raise ConversionError(f"cannot read {path}: {describe_error(error)}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path} must contain a JSON object, found {type(value).__name__}")
     return value
@@ -45,8 +45,10 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
     if (folder / "manifest.json").exists():
         raise ConversionError(f"{folder} is already converted; give the folder it was converted from")
     _refuse_adapter(folder)
-    if not path.exists() and (files := sorted(folder.glob("*.gguf"))):
-        raise ConversionError(f"{folder} has no config.json; give one of its files, such as {files[0]}")
+    if not path.exists():
+        files = sorted(folder.glob("*.gguf"))
+        advice = f"one of its files, such as {files[0]}" if files else "a Hugging Face folder or a GGUF file"
+        raise ConversionError(f"{folder} has no config.json; give {advice}")
     return parse_settings(
         read_json(path), path, dtype=dtype, generation=read_json(generation) if generation.exists() else {}
     )

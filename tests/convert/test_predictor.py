@@ -244,7 +244,11 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
         ({"max_degradation": 0.1, "check_text": []}, TextError, "no text"),
         ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "pass one of them"),
         ({"check_text": "x"}, PlanError, "pass max_degradation="),
-        ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),
+        (
+            {"max_degradation": 0.1, "check_text": "missing"},
+            TextError,
+            "text='missing': no such file or folder",
+        ),
         ({"max_degradation": 0.1, "method": "coded"}, PlanError, "pass max_degradation= and check_text="),
         (
             {"max_degradation": 0.1, "check_text": "x", "method": "coded", "mesh": "sequence=2"},

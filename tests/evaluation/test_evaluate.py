@@ -122,7 +122,11 @@ def test_splits_and_seeds_choose_other_text():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tasks": ("poetry",)}, EvaluationError, "task 'poetry' must be one of perplexity, agreement, copy"),
+        (
+            {"tasks": ("poetry",)},
+            EvaluationError,
+            "task='poetry': unknown; must be one of perplexity, agreement, copy",
+        ),
         ({"contexts": (321,)}, EvaluationError, "context=321 must be 2 to the model's 320 positions"),
         ({"contexts": (191,)}, EvaluationError, "context=191: must be at least 192 tokens for tasks"),
         ({"tasks": ("copy@193",)}, EvaluationError, "copy@193 needs contexts of 321 tokens.* have 320"),

@@ -147,7 +147,11 @@ def test_one_name_selects_all_tasks():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tasks": ("niah_single_9",)}, EvaluationError, "'niah_single_9' must be one of .*niah_single_1"),
+        (
+            {"tasks": ("niah_single_9",)},
+            EvaluationError,
+            "task='niah_single_9': unknown; .*must be one of .*niah_single_1",
+        ),
         ({"contexts": (128,)}, EvaluationError, "context=128: task 'niah_single_1' needs at least"),
         (
             {"tasks": ("niah_single_2", "fwe")},

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -153,7 +154,9 @@ def prepare(
         raise EvaluationError(f"tasks={tasks!r} must name at least one of {', '.join(ALL_TASKS)}")
     for task in tasks:
         if task.partition("@")[0] not in ALL_TASKS:
-            raise EvaluationError(f"task {task!r} must be one of {', '.join(ALL_TASKS)}")
+            near = get_close_matches(task, ALL_TASKS, n=1)
+            advice = f"did you mean {near[0]}? It " if near else ""
+            raise EvaluationError(f"task={task!r}: unknown; {advice}must be one of {', '.join(ALL_TASKS)}")
     contexts = contexts or (min(config.max_positions, 4096),)
     for context in contexts:
         if not 2 <= context <= config.max_positions:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zdc_jax.errors import TextError, foreign_errors_as
+from zdc_jax.errors import TextError, describe_error, foreign_errors_as
 
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, "": open}
 PLAIN_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -69,7 +69,9 @@ def _list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise TextError(f"{path} does not exist")
+        raise TextError(
+            f"text={str(path)!r}: no such file or folder; give a text file or a folder of text files"
+        )
     return sorted(
         file
         for file in path.rglob("*")
@@ -119,7 +121,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         raise TextError(f"{path}:{number}: not UTF-8: {error}") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise TextError(f"cannot read {path} after line {number}: {error}") from error
+        raise TextError(f"cannot read {path} after line {number}: {describe_error(error)}") from error
 
 
 def _parse_json_line(where: str, line: str, folder: str) -> Document:
