@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PromptError, describe_error
 from zdc_jax.server.errors import RequestError, make_response
 
 KEY = "ZDC_API_KEY"
@@ -33,7 +33,7 @@ def _read_keys(file: Path) -> list[str]:
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise PromptError(f"{named}: cannot be read: {error}") from error
+        raise PromptError(f"{named}: cannot be read: {describe_error(error)}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise PromptError(f"{named}: contains no key; write one key per line, or leave the file out")

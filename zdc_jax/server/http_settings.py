@@ -1,6 +1,7 @@
 """Settings of an HTTP server: its address, its connections, and what surrounds its routes."""
 
 import asyncio
+import errno
 import re
 import socket
 import ssl
@@ -8,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.errors import PromptError, describe_error, foreign_errors_as
 
 HOST, PORT = "127.0.0.1", 8000
 KEEP_ALIVE = 75.0
@@ -93,8 +94,25 @@ class HttpSettings:
             server = await asyncio.get_running_loop().create_server(asyncio.Protocol, self.host, self.port)
             server.close()
 
-        with foreign_errors_as(PromptError, f"cannot listen on host={self.host!r} port={self.port}"):
-            asyncio.run(listen())
+        address = f"cannot listen on host={self.host!r} port={self.port}"
+        with foreign_errors_as(PromptError, address):
+            try:
+                asyncio.run(listen())
+            except OSError as error:
+                raise PromptError(f"{address}: {_explain_refusal(error)}") from error
+
+
+def _explain_refusal(error: OSError) -> str:
+    """Return in words why the operating system refuses an address."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            return "the port is already in use; choose another port=, or 0 for a free one"
+        case errno.EADDRNOTAVAIL:
+            return "this machine does not have that address; choose another host="
+        case errno.EACCES:
+            return "you have no permission for this port; choose a port= above 1023"
+        case _:
+            return describe_error(error)
 
 
 def check_socket(path: Path) -> None:
