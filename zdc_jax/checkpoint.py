@@ -30,13 +30,15 @@ import orbax.checkpoint as ocp
 from tokenizers import Tokenizer
 
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CheckpointError, foreign_errors_as
+from zdc_jax.errors import CheckpointError, describe_error, foreign_errors_as
 from zdc_jax.files import hash_arrays, hash_file, load_json, replace_folder
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 FORMAT_VERSION = 2
 OLD_VERSION = 1
 """Older format version that can still be read. Its manifests have no checksum and no hashes of files."""
+RECONVERT = "run `zdc convert` again with --overwrite, which also removes the calibration"
+"""Advice in errors about an incomplete or damaged folder."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHUNK_BYTES = 16 * 2**20
@@ -84,10 +86,10 @@ class Checkpoint:
             raise CheckpointError(f"{path / MANIFEST}: corrupt config: {error}") from error
         for item in _items(config):
             if item not in manifest["sha256"] or not (path / item).is_dir():
-                raise CheckpointError(f"{path}: item {item} is missing; run `zdc convert` again")
+                raise CheckpointError(f"{path}: item {item} is missing; {RECONVERT}")
         for name in manifest["files"]:
             if not (path / name).is_file():
-                raise CheckpointError(f"{path}: file {name} is missing; run `zdc convert` again")
+                raise CheckpointError(f"{path}: file {name} is missing; {RECONVERT}")
         return cls(path, config, manifest)
 
     @property
@@ -99,6 +101,16 @@ class Checkpoint:
     def calibration_path(self) -> Path:
         """Folder of the moments, basis and profile. It does not exist before `zdc calibrate`."""
         return self.path / "calibration"
+
+    @property
+    def calibration_advice(self) -> str:
+        """Advice in errors about a folder without a calibrated basis: the command that makes one."""
+        if (self.calibration_path / "moments").exists():
+            return (
+                f"run `zdc calibrate {self.path} --from-moments`, which makes the basis from the stored "
+                "moments without reading the text again"
+            )
+        return f"run `zdc calibrate {self.path} TEXT`"
 
     def embeddings(self) -> dict[str, Any]:
         """Return the parameters outside the layers, a nested dict of numpy arrays (`embedding_shapes`).
@@ -151,9 +163,7 @@ class Checkpoint:
         with foreign_errors_as(CheckpointError, f"{self.path}: item {item} cannot be read"):
             digest = _hash_folder(self.path / item)
         if digest != self.manifest["sha256"][item]:
-            raise CheckpointError(
-                f"{self.path}: item {item} is damaged (its hash changed); run `zdc convert` again"
-            )
+            raise CheckpointError(f"{self.path}: item {item} is damaged (its hash changed); {RECONVERT}")
 
     def _find_file(self, name: str) -> Path | None:
         """Return the path of a file after checking its hash, or None if the file does not exist."""
@@ -168,9 +178,7 @@ class Checkpoint:
         with foreign_errors_as(CheckpointError, f"{self.path}: file {name} cannot be read"):
             digest = hash_file(self.path / name).hex()
         if digest != self.manifest["files"].get(name, digest):
-            raise CheckpointError(
-                f"{self.path}: file {name} is damaged (its hash changed); run `zdc convert` again"
-            )
+            raise CheckpointError(f"{self.path}: file {name} is damaged (its hash changed); {RECONVERT}")
 
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
         # The hash is checked first because Orbax can wait forever on a damaged item.
@@ -253,7 +261,7 @@ class CheckpointWriter:
             self._remove_stale()
             self.partial.mkdir()
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.output}: {error}") from error
+            raise CheckpointError(f"cannot write {self.output}: {describe_error(error)}") from error
         self._orbax = ocp.StandardCheckpointer()
         return self
 
@@ -353,20 +361,20 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             "run `zdc convert`"
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / MANIFEST}: {error}") from error
+        raise CheckpointError(f"cannot read {path / MANIFEST}: {describe_error(error)}") from error
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CheckpointError(
             f"{path}: format_version={version!r:.80} is not supported; this release reads {OLD_VERSION} and "
-            f"{FORMAT_VERSION}; run `zdc convert` again"
+            f"{FORMAT_VERSION}; {RECONVERT}"
         )
     # A new manifest whose version is damaged must not pass for an old one.
     if (version != OLD_VERSION or "checksum" in manifest) and manifest.get("checksum") != _checksum(manifest):
-        raise CheckpointError(f"{path / MANIFEST} is damaged (its checksum changed); run `zdc convert` again")
+        raise CheckpointError(f"{path / MANIFEST} is damaged (its checksum changed); {RECONVERT}")
     manifest = {"files": {}} | manifest
     for name, kind in (("config", dict), ("fingerprint", str), ("sha256", dict), ("files", dict)):
         if not isinstance(manifest.get(name), kind):
-            raise CheckpointError(f"{path / MANIFEST}: {name} is missing or corrupt; run `zdc convert` again")
+            raise CheckpointError(f"{path / MANIFEST}: {name} is missing or corrupt; {RECONVERT}")
     return manifest
 
 

@@ -332,7 +332,6 @@ def stored_basis(checkpoint: Checkpoint) -> Basis:
     folder = checkpoint.calibration_path / "basis"
     if not folder.exists():
         raise CalibrationError(
-            f"{checkpoint.path} has no calibrated basis, which plans need; "
-            f"run `zdc calibrate {checkpoint.path} TEXT`"
+            f"{checkpoint.path} has no calibrated basis, which plans need; {checkpoint.calibration_advice}"
         )
     return Basis.load(folder)

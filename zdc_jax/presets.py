@@ -46,7 +46,7 @@ def resolve_plan(name: str | Path, path: str | Path) -> CompressionPlan | None:
       The plan; None for `none`.
 
     Raises:
-      PlanError: there is no such file, or the preset does not suit the model.
+      PlanError: there is no such file, it contains no plan, or the plan or preset does not suit the model.
       CalibrationError: the preset needs a calibration that the folder lacks.
     """
     if str(name) in PRESETS:
@@ -54,7 +54,14 @@ def resolve_plan(name: str | Path, path: str | Path) -> CompressionPlan | None:
     if not Path(name).is_file():
         what = "is a folder" if str(name) and Path(name).is_dir() else "no such file"
         raise PlanError(f"plan={str(name)!r}: {what}; give the file of a plan or one of {', '.join(PRESETS)}")
-    return CompressionPlan.load(name)
+    label = f"plan={str(name)!r}"
+    plan = CompressionPlan.load(name, label=label)
+    checkpoint = Checkpoint.open(path)
+    try:
+        plan.check_model(checkpoint.config, checkpoint.fingerprint)
+    except PlanError as error:
+        raise PlanError(f"{label}: {error}") from error
+    return plan
 
 
 def default_plan(path: str | Path) -> CompressionPlan | None:
@@ -95,7 +102,7 @@ def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
     basis = _read_basis(checkpoint) if name != "8bit" else None
     if name == "3bit" and basis is None:
         raise CalibrationError(
-            f"plan='3bit': {checkpoint.path} is not calibrated; run `zdc calibrate {checkpoint.path} TEXT`, "
+            f"plan='3bit': {checkpoint.path} is not calibrated; {checkpoint.calibration_advice}, "
             "or use plan='4bit'"
         )
     if name == "3bit" and basis is not None and (noise := mean_noise(basis)) > MOST_NOISE:

@@ -34,6 +34,14 @@ class Inspect:
         console.print_json(data=checkpoint.config.to_json() | summary)
         if (checkpoint.calibration_path / "basis").exists():
             report_basis(console, stored_basis(checkpoint))
+        else:
+            console.print(
+                "not calibrated: presets 8bit and 4bit work, 3bit and searched plans need a calibration; "
+                f"{checkpoint.calibration_advice}",
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
 
 
 def _describe_layers(config: ModelConfig) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from convert.cli.flags import list_changed, show_default
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import PlanError, foreign_errors_as
+from zdc_jax.errors import CalibrationError, PlanError, foreign_errors_as
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import RANK_STEP, CompressionPlan
 from zdc_jax.planned_layers import MethodSettings
@@ -70,8 +70,8 @@ class PlanFlags:
                 )
             try:
                 return preset_plan(self.preset, Checkpoint.open(path))
-            except PlanError as error:  # Its name is that of another flag.
-                raise PlanError(str(error).replace("plan='", "preset='")) from error
+            except (PlanError, CalibrationError) as error:  # Its name is that of another flag.
+                raise type(error)(str(error).replace("plan='", "preset='")) from error
         if self.method is None:
             if self.set:
                 raise PlanError(f"--set {' '.join(self.set)}: applies to a method only; add --method NAME")
