@@ -51,8 +51,8 @@ def generate(
         continues the prompt; with SentencePiece it may begin with a space.
       prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32; default as many as free
         memory allows (`zdc_jax.generation.chunks`).
-      implementation: attention implementation, `pallas` or `xla`; default the first that supports the call
-        (`zdc_jax.ops.attention`).
+      implementation: attention implementation, `pallas`, `cudnn` or `xla`; default the first that supports
+        the call (`zdc_jax.ops.attention`).
 
     Returns:
       One completion for each prompt, with cache size and timings.
