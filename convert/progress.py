@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Timer
 from time import monotonic
 
 from rich import progress
@@ -58,6 +59,18 @@ def counted(unit: str, first: str) -> Iterator[Callable[[str], None]]:
             yield lambda text: bar.update(task, advance=1, description=text)
     else:
         yield _PlainCount(unit, first)
+
+
+@contextmanager
+def noted_if_slow(text: str) -> Iterator[Callable[[], None]]:
+    """Print a line if the work takes longer than `INTERVAL`. The function provided prevents that."""
+    timer = Timer(INTERVAL, _print_line, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
 
 
 class _PlainCount:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from convert.cli.flags import (
     show_default,
     show_repeated,
 )
+from convert.progress import noted_if_slow
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PromptError
 from zdc_jax.generation.api import generate, stream
@@ -28,6 +30,9 @@ from zdc_jax.loading import load
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
+
+SLOW = "still at work; the first run compiles, which takes minutes for a plan without a GPU"
+"""Note on a run that has printed nothing for some time."""
 
 
 @dataclass
@@ -112,12 +117,16 @@ class Generate:
         if self.chat:
             inputs = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
             options |= {"stop_tokens": chat_stop_tokens(model), "new_text": True}
+        noted = noted_if_slow(SLOW) if is_first else nullcontext(lambda: None)
         if self.stream:
-            for delta in stream(model, inputs, self.max_new_tokens, **options):
-                print(delta.text if is_first else "", end="", flush=True)
+            with noted as cancel_note:
+                for delta in stream(model, inputs, self.max_new_tokens, **options):
+                    cancel_note()
+                    print(delta.text if is_first else "", end="", flush=True)
             print(end="\n" if is_first else "")
             return
-        result = generate(model, inputs, self.max_new_tokens, **options)
+        with noted:
+            result = generate(model, inputs, self.max_new_tokens, **options)
         if not is_first:
             return
         for prompt, completion in zip(prompts, result.completions, strict=True):

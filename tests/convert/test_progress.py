@@ -1,6 +1,7 @@
 """Progress: plain lines without a terminal, bars with one, and a fake clock."""
 
 import itertools
+import time
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_plain_lines_at_the_ends_and_now_and_then(clock, capsys):
         "moments: 20 of 25 (80 %), 20 s",
         "moments: 25 of 25 (100 %), 25 s",
     ]
+
+
+def test_slow_work_is_noted_unless_it_has_begun_to_print(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    with progress.noted_if_slow("slow") as cancel:
+        cancel()
+        time.sleep(0.1)
+    with progress.noted_if_slow("still at work"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "still at work\n"
 
 
 def test_lines_come_with_the_work(capsys):
