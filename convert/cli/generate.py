@@ -30,6 +30,7 @@ from zdc_jax.loading import load
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
+from zdc_jax.plan import CompressionPlan
 
 SLOW = "still at work; the first run compiles, which takes minutes for a plan without a GPU"
 """Note on a run that has printed nothing for some time."""
@@ -133,10 +134,13 @@ class Generate:
             console.out(prompt, style="dim", end="\n" if self.chat else "", highlight=False)
             print(completion.text)
         tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
+        dtype = model.network.dtype.name
+        full = CompressionPlan.full(model.config).bytes(result.capacity, len(prompts), dtype)
+        without = "" if plan is None else f" (without a plan {full:,})"
         console.print(
-            f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
-            f"prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for {tokens} "
-            f"tokens, both including {result.timings.compile:.2f} s of compilation[/dim]",
+            f"[dim]KV cache {result.kv_bytes:,} bytes{without} for {len(prompts)} x {result.capacity} "
+            f"tokens; prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for "
+            f"{tokens} tokens, both including {result.timings.compile:.2f} s of compilation[/dim]",
             soft_wrap=True,
         )
 

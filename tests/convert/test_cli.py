@@ -184,7 +184,10 @@ def test_version(capsys):
 def test_generate(folder, plan, capsys, monkeypatch):
     model = str(folder / "model")
     assert main(["generate", model, "w3 w4 w5", "w6", "--plan", plan, "--max-new-tokens", "4"]) == 0
-    assert "for 2 x 128 tokens" in capsys.readouterr().out
+    dense = re.search(r"without a plan ([\d,]+)\) for 2 x 128 tokens", capsys.readouterr().out)
+    assert main(["generate", model, "w3 w4 w5", "w6", "--max-new-tokens", "4"]) == 0
+    assert dense is not None
+    assert f"KV cache {dense[1]} bytes for 2 x 128" in capsys.readouterr().out
     assert main(["generate", model, "w3 w4", "--max-new-tokens", "6"]) == 0
     first, rest = capsys.readouterr().out.split("\n", 1)
     assert "KV cache" in rest
