@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 
 from convert.cli.interrupts import INTERRUPTED, end_at_second_interrupt
@@ -39,13 +39,15 @@ def _run(arguments: list[str]) -> int:
         print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
         return 2
     try:
-        with nullcontext() if {*arguments[:1]} & OWN_INTERRUPTS else end_at_second_interrupt():
+        # A flag may come before the command.
+        with nullcontext() if OWN_INTERRUPTS.intersection(arguments[:2]) else end_at_second_interrupt():
             status = _run_command(arguments)
     except KeyboardInterrupt:  # While modules were imported.
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED
     if status == INTERRUPTED:
-        sys.stdout.flush()
+        with suppress(OSError):  # The reader of a pipe may have ended.
+            sys.stdout.flush()
         os._exit(status)  # Threads of XLA that still run would abort a normal exit.
     return status
 

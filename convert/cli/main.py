@@ -139,10 +139,11 @@ def _describe_device_fault(error: Exception) -> str | None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError):
-        wanted = os.environ.get("JAX_PLATFORMS", "")
+        wanted = os.environ.get("JAX_PLATFORMS")
+        fault = f"JAX_PLATFORMS={wanted}: JAX finds no such device" if wanted else "JAX finds no device"
         return (
-            f"JAX_PLATFORMS={wanted}: JAX finds no such device; unset it, or run "
-            "pip install 'zdc-jax[cuda]' on a machine with an NVIDIA GPU"
+            f"{fault}; set JAX_PLATFORMS=cpu, or run pip install 'zdc-jax[cuda]' on a machine with an "
+            "NVIDIA GPU"
         )
     return None
 

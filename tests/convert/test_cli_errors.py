@@ -196,3 +196,21 @@ def test_a_word_in_place_of_a_number_is_quoted(capsys, flag, message):
     words = " ".join(capsys.readouterr().err.replace("│", "").split())
     assert f"Error parsing {flag}: " in words
     assert message in words
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [("cuda", "JAX_PLATFORMS=cuda: JAX finds no such device"), ("", "JAX finds no device")],
+)
+def test_a_device_that_jax_lacks_is_one_line(folder, monkeypatch, capsys, wanted, message):
+    def refuse(*_, **__):
+        raise RuntimeError("Unable to initialize backend")
+
+    monkeypatch.setattr("convert.cli.generate.call_with_flags", refuse)
+    monkeypatch.setattr("jax.devices", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", wanted)
+    assert main(["generate", str(folder / "model"), "w3", "--plan", "none"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {message}; set JAX_PLATFORMS=cpu, or run pip install 'zdc-jax[cuda]' on a machine with an "
+        "NVIDIA GPU\n"
+    )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from convert.cli import entry
 from convert.cli.interrupts import HINT
 
 RUN = """
@@ -89,3 +90,11 @@ def test_an_interrupted_import_is_one_line():
     with started(IMPORTS) as process:
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["chat", "m"], ["--no-program-cache", "serve", "m"]])
+def test_commands_that_handle_interrupts_are_left_to_it(arguments, monkeypatch):
+    monkeypatch.setattr(entry, "end_at_second_interrupt", lambda: pytest.fail("a second one would end it"))
+    monkeypatch.setattr(entry, "_run_command", lambda arguments: 0)
+    monkeypatch.setattr(sys, "argv", ["zdc", *arguments])
+    assert entry.main() == 0
