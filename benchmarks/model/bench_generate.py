@@ -28,6 +28,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, as_text, commit, environment
+from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.files import whole_file
 
 Side = Literal["ours-16", "ours-plan", "vllm-16", "vllm-fp8"]
@@ -177,8 +178,8 @@ def send(kind: str, value: dict[str, Any]) -> None:
     print(MARK, json.dumps([kind, value]), flush=True)
 
 
-def run_side(side: Side) -> tuple[dict[str, Any], list[Row]]:
-    """Run one side in a process of its own; return its environment and rows."""
+def run_side(side: Side) -> tuple[int, dict[str, Any], list[Row]]:
+    """Run one side in a process of its own; return its exit status, environment and rows."""
     assert __spec__ is not None
     command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--worker", side]
     values: dict[str, list[dict[str, Any]]] = {"environment": [], "row": []}
@@ -189,10 +190,8 @@ def run_side(side: Side) -> tuple[dict[str, Any], list[Row]]:
                 kind, value = json.loads(line.removeprefix(MARK))
                 values[kind].append(value)
                 print(describe(value) if kind == "row" else f"{side}: {value}", flush=True)
-    if process.returncode:
-        print(f"{side}: exit status {process.returncode}", flush=True)
     rows = [row | {"repeats": len(row.get("first_token", ())), "commit": commit()} for row in values["row"]]
-    return (values["environment"] or [{}])[0], rows
+    return process.returncode, (values["environment"] or [{}])[0], rows
 
 
 def describe(row: Row) -> str:
@@ -208,23 +207,44 @@ def describe(row: Row) -> str:
 
 
 def main(options: Options) -> None:
-    """Run all sides and write their rows, after each side."""
+    """Run all sides and write their rows, after each side.
+
+    Raises:
+      SystemExit: an option does not fit the others, or a side failed.
+    """
     if options.worker is not None:
         (run_vllm if options.worker.startswith("vllm") else run_ours)(options.worker, options)
         return
-    if "ours-plan" in options.sides and options.plan is None:
-        raise SystemExit("--sides ours-plan: no plan was given; add --plan PLAN.json, or name other --sides")
+    check_options(options)
+    failed = []
     path = options.results / f"{options.name}.json"
     run = json.loads(path.read_text()) if path.exists() else {"environments": {}, "results": []}
     run |= {"benchmark": options.name, "config": list_settings(options)}
     for side in options.sides:
-        run["environments"][side], rows = run_side(side)
+        status, run["environments"][side], rows = run_side(side)
+        failed += [f"{side} ended with exit status {status}"] if status else []
         run |= {"device": run["environments"][side].get("device"), "devices": 1, "commit": commit()}
         run["results"] = [row for row in run["results"] if row["side"] != side] + rows
         options.results.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
             file.write_text(as_text(run))
     print(path)
+    if failed:
+        raise SystemExit(f"some rows are missing: {', '.join(failed)}")
+
+
+def check_options(options: Options) -> None:
+    """Raise `SystemExit` if an option does not fit the others."""
+    if "ours-plan" in options.sides and options.plan is None:
+        raise SystemExit("--sides ours-plan: no plan was given; add --plan PLAN.json, or name other --sides")
+    if options.model is None:
+        return
+    positions, longest = Checkpoint.open(options.model).config.max_positions, max(options.lengths)
+    if longest > (most := positions - options.tokens - 1):
+        raise SystemExit(
+            f"--lengths {longest}: the model has {positions:,} positions; with --tokens {options.tokens}, "
+            f"prompts have at most {most:,} tokens"
+        )
 
 
 def list_settings(options: Options) -> dict[str, Any]:
