@@ -11,8 +11,11 @@ from zdc_jax import CompressionPlan
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import evaluate as module
 from zdc_jax.evaluation.answers import Answer
+from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.evaluate import FIRST_CHECK, MIN_DOCUMENTS, Evaluation, evaluate, prepare
 from zdc_jax.evaluation.text import Document
+from zdc_jax.model import run_layer
+from zdc_jax.plan import LayerRanks
 
 CONFIG = replace(LLAMA, max_positions=320, eos_ids=(2,))
 CONTEXT = 320
@@ -106,6 +109,26 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
         assert report.tasks["a"].documents == 64
     else:
         assert report.tasks["a"].is_precise or not counts
+
+
+@pytest.mark.full
+def test_all_kinds_of_layers_are_compiled_before_any_text_is_read(tiny: TinyModel, monkeypatch):
+    ranks = [LayerRanks(16 + 16 * (layer % 2), 32) for layer in range(CONFIG.num_layers)]
+    plan = CompressionPlan.of_layers(CONFIG, ranks, window=32, sinks=4)
+    network, sizes = tiny.model(plan).network, list[int]()
+
+    def note(*arguments):
+        known = compile_ahead(*arguments)
+        sizes.append(run_layer.run_whole_layer._cache_size() + run_layer.extend_layer_alone._cache_size())
+        return known
+
+    monkeypatch.setattr(module, "compile_ahead", note)
+    (given,) = material(plan, max_documents=MIN_DOCUMENTS, tasks=("perplexity", "copy@128"))
+    evaluation = Evaluation(tiny.dense, given, protocol="cached", batch=2)
+    evaluation.evaluate(tiny.dense)  # Now the unmodified model is compiled, too.
+    evaluation.evaluate(network)
+    evaluation.evaluate(network)
+    assert sizes[0] < sizes[1] == sizes[2]
 
 
 def test_splits_and_seeds_choose_other_text():

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import tasks as task_modules
@@ -23,8 +24,9 @@ from zdc_jax.evaluation.agreement import (
     compare_continuations,
     continue_contexts,
 )
-from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
+from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, answers_on, read_contexts
 from zdc_jax.evaluation.batches import pad_batch
+from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.long_agreement import (
     LONG_TOKENS,
     MAX_PROMPTS,
@@ -332,6 +334,7 @@ class Evaluation:
         self.watch = watch
         self.first_check = FIRST_CHECK if first_check is None else first_check
         self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
+        self._compiled: set[LayerCacheSpec] = set()
         self._dense_results: list[DocumentResult[Continuation]] = []
         # What the unmodified model predicts, writes and scores, by the name of the measurement.
         self._dense: dict[str, Any] = {}
@@ -339,8 +342,10 @@ class Evaluation:
     def evaluate(self, network: Transformer) -> ContextReport:
         """Evaluate one plan.
 
-        Task documents are read until the retention interval of each task that counts is narrow enough.
+        First, kinds of layers that no earlier plan had are compiled in parallel. Task documents are read
+        until the retention interval of each task that counts is narrow enough.
         """
+        self._compiled = compile_ahead(network, self._run_first_batch, self._compiled)
         tasks, agreement = self._evaluate_documents(network)
         return ContextReport(
             context=self.material.context,
@@ -350,6 +355,13 @@ class Evaluation:
             long_agreement=self._compare_texts(network),
             ruler={name: self._compare_scores(network, name) for name in self.material.ruler},
         )
+
+    def _run_first_batch(self, network: Transformer) -> None:
+        """Run what compiles most on the first batch of text."""
+        material, first = self.material, slice(self.batch)
+        if material.windows is not None:
+            predict(network, material.windows[first], batch=self.batch)
+        answers_on(network, material.task_documents[first], protocol=self.protocol, batch=self.batch)
 
     def _run_dense[T](self, name: str, run: Callable[..., T], *arguments: Any) -> T:
         """Return `run(dense, *arguments)`, which is called only once for each name."""
