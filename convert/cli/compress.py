@@ -33,7 +33,7 @@ class Compress:
     source: Annotated[Positional[Path], tyro.conf.arg(metavar="MODEL")]
     output: Annotated[Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     options: Annotated[CompressOptions, tyro.conf.arg(name="")] = field(default_factory=CompressOptions)
-    texts: Annotated[tuple[Path, ...], show_default("the documentation that Python ships")] = ()
+    texts: Annotated[tuple[Path, ...], show_default("documentation and code of Python's library")] = ()
     overwrite: bool = False
 
     def run(self, console: Console) -> None:

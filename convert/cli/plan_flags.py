@@ -36,8 +36,8 @@ class PlanFlags:
       window: Recent tokens that keep all coordinates.
       sinks: First tokens of a sequence that keep all coordinates.
       method: Storage of the tokens outside the window; see docs/methods.md. A method keeps all coordinates,
-        unless --qk, --v, --budget or --max-score-error chooses ranks. Only coded, loki, palu and
-        token_classes need a calibrated folder then.
+        unless --qk, --v, --budget or --max-score-error chooses ranks. Only loki, oscar, palu, token_classes,
+        and coded with an index need a calibrated folder then.
       set: Settings of the method, such as bits=4.
     """
 

@@ -51,8 +51,8 @@ class Serve:
         for plans with token classes.
       chunk: Prompt tokens to read in one step while other requests run, a power of two. A large chunk delays
         their tokens.
-      decode_steps: Tokens per request that one step decodes while no request waits and no prompt is read.
-        Values above 1 are faster on a mesh and on a CPU, and send tokens in bursts.
+      decode_steps: Tokens per request that one program decodes while no request waits and no prompt is read.
+        Values above 1 are faster, and send tokens in bursts.
       max_waiting: Longest request queue. Further requests get HTTP 429.
       replicas: Engines to run on this machine, each on its own GPU if there are any. Requests survive the
         loss of an engine. Needs the extra `ray`.
