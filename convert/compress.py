@@ -1,12 +1,13 @@
 """One command from a checkpoint to a judged plan: conversion, calibration, choice and judgement (ours).
 
 A search finds the smallest plan within the limits (`convert.search.coded_search`). It is then judged
-(`convert.judging`). If it fails there, larger plans of the search and the presets of `FALLBACKS` are judged,
-the smallest first.
+(`convert.judging`). If it fails there, larger plans of the search and the presets of `FALLBACKS` are judged.
+If it holds the limits, the search goes on from it in the time that is left.
 """
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, read_source
 from convert.default_text import write_default_text, write_library
-from convert.judging import RULER_SAMPLES, Judge, Row
+from convert.judging import RULER_SAMPLES, Candidate, Judge, Row
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
 from convert.search.trials import Trial
@@ -45,8 +46,10 @@ SEARCH_RETENTION = 0.97
 """Smallest retention of each task that counts in the search."""
 SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
-LARGER = (1.06, 1.12, 1.2, 1.3)
-"""Bytes of the larger plans of the search, relative to the best one. They are judged if that one fails."""
+MOST_LARGER = 1.5
+"""Bytes of the largest plan of the search that may be judged, relative to the best one."""
+STATE_FORMAT = 2
+"""Version of the state file. An interrupted run of another version cannot continue."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
 DEFAULT_TEXT = "language reference, docstrings and code of Python's library"
@@ -107,7 +110,8 @@ class _State:
 
     def __init__(self, path: Path, run: dict[str, Any]):
         self.path, self.run, self.is_done = path, run, False
-        self.plans: dict[str, Any] | None = None  # Plans to judge by name, after the search.
+        self.candidates = dict[str, Candidate]()  # Empty before the search.
+        self.seconds = 0.0  # Time of the search.
         self.reports = dict[str, Any]()
 
     @classmethod
@@ -126,20 +130,22 @@ class _State:
                 f"{output} exists, and no interrupted run with the same options made it; "
                 "pass --overwrite to replace it, or choose another folder"
             )
-        state.plans, state.reports = stored["plans"], stored["reports"]
+        state.seconds, state.reports = stored["seconds"], stored["reports"]
+        for name, value in stored["candidates"].items():
+            plan = CompressionPlan.from_json(value["plan"], state.path)
+            state.candidates[name] = Candidate(plan, value["loss"])
         return state
-
-    def plan(self, name: str) -> CompressionPlan:
-        """Return a plan to judge."""
-        assert self.plans is not None
-        return CompressionPlan.from_json(self.plans[name], self.path)
 
     def save(self) -> None:
         """Write the state atomically."""
         value = {
             "run": self.run,
             "done": self.is_done,
-            "plans": self.plans,
+            "candidates": {
+                name: {"plan": each.plan.to_json(), "loss": each.loss}
+                for name, each in self.candidates.items()
+            },
+            "seconds": self.seconds,
             "reports": self.reports,
         }
         with whole_file(self.path) as file:
@@ -178,7 +184,12 @@ def compress(
     """
     options, output = options or CompressOptions(), Path(output)
     named = [*map(str, texts)] or [DEFAULT_TEXT]
-    run = {"source": str(Path(source).resolve()), "texts": named, **asdict(options)}
+    run = {
+        "format": STATE_FORMAT,
+        "source": str(Path(source).resolve()),
+        "texts": named,
+        **asdict(options),
+    }
     state = _State.open(output, run, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -251,10 +262,11 @@ def _choose_and_judge(
     state: _State,
     watch: Callable[[str], None],
 ) -> Outcome:
-    if state.plans is None:
+    if not state.candidates:
         watch(f"searching for at most {options.minutes:g} minutes")
-        plans = _search(checkpoint, materials["search"], options, watch)
-        state.plans = {name: plan.to_json() for name, plan in plans.items()}
+        began = time.monotonic()
+        state.candidates = _list_candidates(checkpoint, materials["search"], options, watch)
+        state.seconds = time.monotonic() - began
         state.save()
     judge = Judge(
         checkpoint,
@@ -266,9 +278,13 @@ def _choose_and_judge(
         state=state,
         watch=watch,
     )
-    name = next((name for name in state.plans if judge.holds(name)), None)
-    within, name = name is not None, name or [*state.plans][-1]
-    plan = state.plan(name)
+    name = judge.choose()
+    if name is not None and name == _find_refinable(state, options):
+        refined = _refine(checkpoint, materials["search"], options, state, watch)
+        if refined is not None and judge.judge(refined) is None:
+            name = refined
+    within, name = name is not None, name or [*state.candidates][-1]
+    plan = state.candidates[name].plan
     plan.save(checkpoint.path / PLAN_FILE)
     rows = judge.make_dense_row(), judge.make_row(name)
     state.is_done = True
@@ -276,13 +292,72 @@ def _choose_and_judge(
     return Outcome(plan, rows, within)
 
 
-def _search(
+def _list_candidates(
     checkpoint: Checkpoint, material: Material, options: CompressOptions, watch: Callable[[str], None]
-) -> dict[str, CompressionPlan]:
-    """Return the plans to judge, the smallest first."""
-    basis = stored_basis(checkpoint)
+) -> dict[str, Candidate]:
+    """Search, and return the plans to judge, the smallest first."""
+    basis, context = stored_basis(checkpoint), material.context
+    candidates = dict[str, Candidate]()
+    search = _open_search(checkpoint, material, options, watch)
+    with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
+        for plan in (search.book.bind(search.run().plan), *search.list_larger(MOST_LARGER)):
+            candidates[f"searched, {search.book.share(plan):.1%}"] = Candidate(
+                plan, search.predict_loss(plan)
+            )
+    for name in FALLBACKS:
+        settings = preset_settings(name, checkpoint.config.head_dim)
+        candidates[name] = Candidate(coded_plan(checkpoint, basis, settings))
+    return dict(sorted(candidates.items(), key=lambda item: item[1].plan.bytes(context)))
+
+
+def _find_refinable(state: _State, options: CompressOptions) -> str | None:
+    """Return the smallest plan if it is one of layer costs, and the search has time left to go on from it."""
+    name, smallest = next(iter(state.candidates.items()))
+    has_time = state.seconds < 60 * options.minutes
+    return name if smallest.loss is not None and has_time else None
+
+
+def _refine(
+    checkpoint: Checkpoint,
+    material: Material,
+    options: CompressOptions,
+    state: _State,
+    watch: Callable[[str], None],
+) -> str | None:
+    """Search on from the smallest plan in the time that is left, and return the name of a smaller one.
+
+    It becomes the first candidate. The journal has all that was measured before.
+    """
+    watch(f"searching for at most {options.minutes - state.seconds / 60:.1f} more minutes")
+    smallest = next(iter(state.candidates.values())).plan.bytes(material.context)
+    search = _open_search(
+        checkpoint, material, options, watch, refines=True, used=state.seconds, smallest=smallest
+    )
+    plan = search.book.bind(search.run().plan)
+    if plan.bytes(material.context) >= smallest:
+        return None
+    name = f"refined, {search.book.share(plan):.1%}"
+    state.candidates = {name: Candidate(plan), **state.candidates}
+    state.save()
+    return name
+
+
+def _open_search(
+    checkpoint: Checkpoint,
+    material: Material,
+    options: CompressOptions,
+    watch: Callable[[str], None],
+    *,
+    refines: bool = False,
+    used: float = 0.0,
+    smallest: float = math.inf,
+) -> CodedSearch:
+    """Measure the unmodified model, and return a search that has used some seconds.
+
+    Plans are reported if they have fewer bytes than `smallest`.
+    """
     assert material.windows is not None  # Perplexity is one of the tasks.
-    began = time.monotonic()
+    began = time.monotonic() - used
     books = CodedBooks.open(
         checkpoint.path,
         material.windows,
@@ -296,21 +371,14 @@ def _search(
         min_retention=SEARCH_RETENTION,
         minutes=options.minutes,
         verifies=False,  # The judgement does that, on more text.
+        refines=refines,
     )
 
     def tell(trial: Trial, best: Trial | None) -> None:
-        if trial is best:
+        if trial is best and best.plan.bytes(material.context) < smallest:
             watch(f"best so far: {describe_bytes(best)} at {best.increase:+.2%}")
 
-    search = CodedSearch(books, limits, tell, began)
-    plans = dict[str, CompressionPlan]()
-    with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
-        found = [books.simulated.bind(search.run().plan), *search.list_larger(LARGER)]
-        full = CompressionPlan.full(checkpoint.config).bytes(material.context)
-        plans = {f"searched, {plan.bytes(material.context) / full:.1%}": plan for plan in found}
-    for name in FALLBACKS:
-        plans[name] = coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
-    return dict(sorted(plans.items(), key=lambda item: item[1].bytes(material.context)))
+    return CodedSearch(books, limits, tell, began)
 
 
 def _prepare(

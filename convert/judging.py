@@ -1,9 +1,11 @@
 """Judgement of plans on text that neither the calibration nor the search has read (ours).
 
 A plan is judged in parts: first perplexity and questions about documents, then each task of `RULER_TASKS`. It
-fails at the first part that does not hold its limits, so that a bad plan takes little time.
+fails at the first part that does not hold its limits, so that a bad plan takes little time. After a failure,
+plans are left out that would lose too much by the prediction of the search.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +35,9 @@ RULER_BOUND = 0.90
 """Smallest lower end for tasks of RULER. Their answers are right or wrong, which makes intervals wide."""
 RULER_SAMPLES = 100
 """Most samples of a task of RULER."""
+LEAST_GROWTH = 1.03
+"""Smallest size of the plan that is judged after a failure, relative to the one that failed. With few more
+bytes it loses hardly less."""
 MOST_PROMPTS = 16
 """Most prompts of RULER to read at once."""
 CACHES = 4
@@ -76,17 +81,41 @@ class PosedTask(NamedTuple):
     dense: np.ndarray
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """Plan to judge.
+
+    Attributes:
+      plan: the plan.
+      loss: loss that the search predicts, in shares of its limit; None if it predicts none.
+    """
+
+    plan: CompressionPlan
+    loss: float | None = None
+
+
+class Failure(NamedTuple):
+    """Limit that a plan does not hold.
+
+    Attributes:
+      reason: limit and what was measured, in words.
+      excess: what the plan loses, in multiples of what it may lose.
+    """
+
+    reason: str
+    excess: float
+
+
 class Reports(Protocol):
     """Plans to judge, and what was measured of them so far.
 
     Attributes:
+      candidates: plans by name, the smallest first.
       reports: report of each plan, by name.
     """
 
+    candidates: dict[str, Candidate]
     reports: dict[str, Any]
-
-    def plan(self, name: str) -> CompressionPlan:
-        """Return a plan by name."""
 
     def save(self) -> None:
         """Store the reports."""
@@ -126,24 +155,40 @@ class Judge:
         self.evaluation = Evaluation(self.dense.network, material, protocol="cached", batch=1)
         self.ruler: dict[str, PosedTask | None] = {}  # None for a task that does not count.
 
-    def holds(self, name: str) -> bool:
-        """Measure a plan until it fails, say why, and return whether it holds all limits."""
+    def choose(self) -> str | None:
+        """Judge plans, the smallest first, and return the first that holds the limits; None if none does.
+
+        After a failure, the next plan is that whose predicted loss is smaller by at least the excess.
+        """
+        most_loss, least_bytes = math.inf, 0.0
+        for name, candidate in self.state.candidates.items():
+            size, loss = candidate.plan.bytes(self.material.context), candidate.loss
+            if loss is not None and (loss > most_loss or size < least_bytes):
+                continue
+            if (failure := self.judge(name)) is None:
+                return name
+            if loss is not None:
+                most_loss, least_bytes = loss / failure.excess, LEAST_GROWTH * size
+        return None
+
+    def judge(self, name: str) -> Failure | None:
+        """Measure a plan until it fails, say why, and return the limit that it does not hold."""
         self.watch(f"judging {name}")
         failure = self._find_failure(name)
-        self.watch(f"{name} holds the limits" if failure is None else f"{name} fails: {failure}")
-        return failure is None
+        self.watch(f"{name} holds the limits" if failure is None else f"{name} fails: {failure.reason}")
+        return failure
 
-    def _find_failure(self, name: str) -> str | None:
-        """Measure a plan, and return the first limit that it does not hold."""
+    def _find_failure(self, name: str) -> Failure | None:
         report = self.report(name)
-        if (increase := report["perplexity"]["increase"]) > self.max_loss:
-            return f"perplexity rises by {increase:.2%}, limit {self.max_loss:.2%}"
+        if not (increase := report["perplexity"]["increase"]) <= self.max_loss:
+            reason = f"perplexity rises by {increase:.2%}, limit {self.max_loss:.2%}"
+            return Failure(reason, increase / self.max_loss)
         for task, kept in report["tasks"].items():
             if not is_retained(kept):
-                return _describe_loss(task, kept["retention"], kept["interval"], JUDGED_BOUND)
+                return _describe_failure(task, kept["retention"], kept["interval"], JUDGED_BOUND)
         for task, score in self._list_scores(name):
             if not is_score_kept(score):
-                return _describe_loss(task, score["ratio"], score["ratio_interval"], RULER_BOUND)
+                return _describe_failure(task, score["ratio"], score["ratio_interval"], RULER_BOUND)
         return None
 
     def report(self, name: str) -> Any:
@@ -160,7 +205,7 @@ class Judge:
 
     def make_row(self, name: str) -> Row:
         """Return the table's line for a judged plan."""
-        plan, report = self.state.plan(name), self.report(name)
+        plan, report = self.state.candidates[name].plan, self.report(name)
         full, context = CompressionPlan.full(self.checkpoint.config), self.material.context
         return Row(
             name,
@@ -229,7 +274,7 @@ class Judge:
         """Return the model with a plan."""
         if self.model is None or self.model[0] != name:
             self.model = None  # Its weights leave the device first.
-            self.model = name, load(self.checkpoint.path, self.state.plan(name))
+            self.model = name, load(self.checkpoint.path, self.state.candidates[name].plan)
         return self.model[1]
 
     def _count_fitting(self, plan: CompressionPlan) -> int | None:
@@ -270,10 +315,14 @@ def is_score_kept(score: Mapping[str, Any]) -> bool:
     return score["ratio"] >= JUDGED_RETENTION and score["ratio_interval"][0] >= RULER_BOUND
 
 
-def _describe_loss(task: str, kept: float, interval: tuple[float, float] | None, bound: float) -> str:
-    """Return what a plan keeps of a task, and the limits."""
-    lowest = "" if interval is None else f", lowest {interval[0]:.3f} (limit {bound:.2f})"
-    return f"{task} keeps {kept:.3f} (limit {JUDGED_RETENTION:.2f}){lowest}"
+def _describe_failure(task: str, kept: float, interval: tuple[float, float] | None, bound: float) -> Failure:
+    """Return what a plan keeps of a task that it fails."""
+    reason = f"{task} keeps {kept:.3f} (limit {JUDGED_RETENTION:.2f})"
+    excess = (1 - kept) / (1 - JUDGED_RETENTION)
+    if interval is None:
+        return Failure(reason, excess)
+    reason += f", lowest {interval[0]:.3f} (limit {bound:.2f})"
+    return Failure(reason, max(excess, (1 - interval[0]) / (1 - bound)))
 
 
 def _find_worst(report: Mapping[str, Any]) -> float | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
@@ -14,6 +15,9 @@ from tyro.conf import Positional
 from convert.cli.flags import show_default
 from convert.compress import CompressOptions, Outcome, compress
 from convert.judging import JUDGED_BOUND, JUDGED_RETENTION, RULER_BOUND, Row
+
+COLUMNS = ("bytes", "tokens that fit", "perplexity", "KL", "worst task", "tokens/s")
+"""Columns of numbers in the final table. All digits fit into 80 characters."""
 
 
 @dataclass
@@ -50,11 +54,13 @@ class Compress:
 
 
 def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> None:
-    table = Table(title=f"at {command.options.context:,} tokens")
-    for column in ("cache", "bytes", "tokens that fit", "perplexity", "KL", "worst task", "tokens/s"):
-        table.add_column(column, justify="left" if column == "cache" else "right")
-    for row in outcome.rows:
-        table.add_row(*_list_cells(row))
+    table = Table(title=f"at {command.options.context:,} tokens", box=SIMPLE_HEAD)
+    rows = [_list_cells(row) for row in outcome.rows]
+    table.add_column("cache", overflow="fold")
+    for column, cells in zip(COLUMNS, list(zip(*rows, strict=True))[1:], strict=True):
+        table.add_column(column, justify="right", min_width=max(map(len, cells)))
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     if not outcome.within:
         console.print(

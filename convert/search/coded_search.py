@@ -8,8 +8,8 @@
    KL divergence, which is never negative and has little noise, and that of tasks. Losses at the other
    precisions follow from the error of scores.
 3. Knapsack. Plans of least predicted loss for each size (`convert.search.knapsack`), of few kinds of layers.
-4. Refine. Single steps from the best plan. Only then is each layer measured without far tokens, layers drop
-   them, and the window is halved.
+4. Refine, if the caller wants it. Single steps from the best plan. Only then is each layer measured without
+   far tokens, layers drop them, and the window is halved.
 5. Verify, unless the caller measures plans itself. The best plan is measured with arrays of its size. If it
    is not within the limits, the search goes on from stage 3 with tighter ones.
 6. Read less, with the objective `read`. All layers read only chosen far tokens, as few as the limits allow.
@@ -56,8 +56,8 @@ MEASURED_KEYS, MEASURED_VALUES = (2, 5), 2
 fewer bits are so large that they no longer grow with the error."""
 FEW_WINDOWS, FEW_DOCUMENTS = 2, 2
 """Text on which single layers are measured."""
-LEAST_GROWTH = 1.03
-"""Smallest size of a larger plan, relative to the one before. With few more bytes it loses hardly less."""
+LIST_GROWTH = 1.01
+"""Smallest size of a larger plan, relative to the one before."""
 CUT_FAILURES = 3
 """Failures that end the attempts to drop the far tokens of a layer."""
 REAL_TRIALS = 4
@@ -162,12 +162,12 @@ class CodedBooks:
         basis = stored_basis(checkpoint)
         options: dict[str, Any] = {"basis": basis, "dtype": dtype, "batch": batch, "journal": journal}
         simulation = Simulation(checkpoint, basis, choose_dtype(checkpoint.config, dtype))
-        few = windows[:FEW_WINDOWS], documents[:FEW_DOCUMENTS]
-        return cls(
-            TrialBook(path, windows, documents, simulation=simulation, **options),
-            TrialBook(path, *few, simulation=simulation, **options),
-            functools.cache(lambda: TrialBook(path, windows, documents, **options)),
-        )
+        simulated = few = TrialBook(path, windows, documents, simulation=simulation, **options)
+        if len(windows) > FEW_WINDOWS or len(documents) > FEW_DOCUMENTS:
+            text = windows[:FEW_WINDOWS], documents[:FEW_DOCUMENTS]
+            few = TrialBook(path, *text, simulation=simulation, **options)
+        real = functools.cache(lambda: TrialBook(path, windows, documents, **options))
+        return cls(simulated, few, real)
 
 
 class CodedSearch(Search):
@@ -219,28 +219,34 @@ class CodedSearch(Search):
             )
         return super().run()
 
-    def list_larger(self, factors: Sequence[float]) -> list[CompressionPlan]:
-        """Return plans of least predicted loss that store at most these multiples of the best plan's bytes.
+    def list_larger(self, most: float) -> list[CompressionPlan]:
+        """Return plans of least predicted loss that are larger than the best one, by rising size.
 
-        Only after `run`. The plans are bound to the model. A factor is left out if its plan has less than
-        `LEAST_GROWTH` times the bytes of the one before. All are left out if no time was left to measure
-        layers.
+        Only after `run`. The plans are bound to the model. Each has at least `LIST_GROWTH` times the size of
+        the one before. There are none if no time was left to measure layers.
 
         Args:
-          factors: multiples of the best plan's bytes, ascending.
+          most: largest size, relative to the best plan's.
         """
         if self.costs is None or self.best is None:
             return []
-        window, smallest = self.best.plan.window, self.size(self.best.plan)
-        plans = [self._make_plan(ranks, window) for ranks in self._list_path(self.costs)]
-        larger, last = [], smallest
-        for factor in factors:
-            fitting = (plan for plan in plans if self.size(plan) <= factor * smallest)
-            plan = max(fitting, key=self.size, default=self.best.plan)
-            if self.size(plan) >= LEAST_GROWTH * last:
+        last = smallest = self.size(self.best.plan)
+        larger = []
+        for ranks in reversed(self._list_path(self.costs)):
+            plan = self._make_plan(ranks, self.best.plan.window)
+            if LIST_GROWTH * last <= self.size(plan) <= most * smallest:
                 larger.append(plan)
                 last = self.size(plan)
         return larger
+
+    def predict_loss(self, plan: CompressionPlan) -> float | None:
+        """Return the loss of a plan if losses of layers add up, in shares of the limit on perplexity.
+
+        None if no time was left to measure layers.
+        """
+        if self.costs is None:
+            return None
+        return float(self.base[0]) + sum(self.costs.of(i, layer) for i, layer in enumerate(plan.layers))
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
         trial = super().try_plan(plan)
@@ -270,7 +276,7 @@ class CodedSearch(Search):
             self.find_last_within(self._list_uniform(window))
             self.costs, self.is_expected_within = self._choose_layer_costs(window)
         self._search_paths(self.costs, self.is_expected_within, [window])
-        if self.best is not None:
+        if self.best is not None and self.options.refines:
             self._refine(self.costs)
             self._cut_layers(window)
             self._halve_window()

@@ -74,6 +74,7 @@ class SearchOptions:
       minutes: time after which no further plan is measured, above 0.
       on_kernels: whether layers choose older tokens only by indexes that the GPU kernels can read.
       verifies: whether a search that simulates plans measures the best one with arrays of its size.
+      refines: whether the search goes on from the best plan of the path in single steps.
 
     Raises:
       PlanError: an impossible value.
@@ -87,6 +88,7 @@ class SearchOptions:
     minutes: float = math.inf
     on_kernels: bool = False
     verifies: bool = True
+    refines: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.max_degradation < 1:
@@ -254,7 +256,8 @@ class Search:
         windows.sort(key=lambda window: abs(np.log2(window / near)))
         self.costs, is_expected_within = self._choose_layer_costs(near)
         self._search_paths(self.costs, is_expected_within, windows)
-        self._refine(self.costs)
+        if self.options.refines:
+            self._refine(self.costs)
 
     def _search_paths(
         self,

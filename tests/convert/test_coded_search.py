@@ -31,6 +31,7 @@ from convert.cli.main import main
 from convert.conversion import convert
 from convert.search.coded_search import (
     CHOICES,
+    LIST_GROWTH,
     REAL_SHARE,
     SHORTEST_WINDOW,
     UNIFORM,
@@ -116,12 +117,15 @@ def test_larger_plans_lose_less():
     book = FakeBook(0)
     search = CodedSearch(books_of(book), SearchOptions(0.8))
     best = search.run()
-    larger = search.list_larger((1.0, 1.3, 1.3, 1.6))  # No plan twice.
-    sizes = [search.size(plan) / search.size(best.plan) for plan in larger]
-    assert len(sizes) == 2
-    assert 1 < sizes[0] <= 1.3 < sizes[1] <= 1.6
+    larger = search.list_larger(1.6)
+    sizes = [search.size(plan) / search.size(best.plan) for plan in (best.plan, *larger)]
+    assert len(sizes) > 4
+    assert sizes[-1] <= 1.6
+    assert all(after >= LIST_GROWTH * before for before, after in itertools.pairwise(sizes))
     losses = [best.increase, *(book.measure(plan).increase for plan in larger)]
     assert losses == sorted(losses, reverse=True)
+    predicted = [search.predict_loss(plan) for plan in larger]
+    assert predicted == sorted(predicted, reverse=True)
 
 
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:

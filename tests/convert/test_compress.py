@@ -8,14 +8,26 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import CONFIGS
+from rich.console import Console
 
 from convert import compress as compress_module
 from convert import judging
+from convert.cli.compress import Compress, _print_outcome
 from convert.cli.main import main
-from convert.compress import SEARCH_DOCUMENTS, CompressOptions, compress
+from convert.compress import SEARCH_DOCUMENTS, CompressOptions, Outcome, compress
 from convert.conversion import convert
 from convert.default_text import write_default_text, write_library
-from convert.judging import RULER_TASKS, Judge, choose_batch, is_retained, is_score_kept
+from convert.judging import (
+    RULER_TASKS,
+    Candidate,
+    Failure,
+    Judge,
+    Row,
+    choose_batch,
+    is_retained,
+    is_score_kept,
+)
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, TextError
@@ -54,7 +66,7 @@ def few(converted, short, monkeypatch):
         basis = stored_basis(checkpoint)
         bits = {"searched": 3, "8bit": 8}
         return {
-            name: coded_plan(checkpoint, basis, {"bits_k": each, "bits_v": each})
+            name: Candidate(coded_plan(checkpoint, basis, {"bits_k": each, "bits_v": each}))
             for name, each in bits.items()
         }
 
@@ -80,7 +92,7 @@ def few(converted, short, monkeypatch):
     monkeypatch.setattr(compress_module, "convert", copy)
     monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
     monkeypatch.setattr(Judge, "report", report)
-    monkeypatch.setattr(compress_module, "_search", search)
+    monkeypatch.setattr(compress_module, "_list_candidates", search)
     monkeypatch.setattr(compress_module, "calibrate", calibrate)
     return losses
 
@@ -99,6 +111,20 @@ def test_the_smallest_plan_that_holds_is_stored_and_found(few, tmp_path, capsys)
     assert "pass --overwrite to replace it" in capsys.readouterr().err
 
 
+def test_no_number_of_the_table_is_cut_at_80_characters():
+    rows = (
+        Row("16 bits", 1.0, 23_678_208, 0.0, None, None, 425.0),
+        Row("searched, 20.1%", 0.201, 118_309_120, -0.0021, 0.003, 0.972, 1488.0),
+    )
+    console = Console(width=80, record=True)
+    _print_outcome(
+        console, Outcome(CompressionPlan.full(CONFIGS["llama"]), rows, True), Compress(SOURCE, SOURCE)
+    )
+    text = console.export_text()
+    for number in ("118,309,120", "23,678,208", "-0.21%", "0.0030", "0.972", "1,488", "20.1%"):
+        assert number in text
+
+
 def test_a_context_beyond_the_model_is_lowered_and_said(few, tmp_path):
     said: list[str] = []
     compress(SOURCE, tmp_path / "model", options=replace(OPTIONS, context=1 << 20), watch=said.append)
@@ -115,6 +141,92 @@ def test_a_plan_that_fails_the_judgement_gives_way_to_more_bits(few, tmp_path):
     outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS, overwrite=True)
     assert (outcome.rows[1].name, outcome.within) == ("8bit", False)
     assert CompressionPlan.load(tmp_path / "model" / "plan.json").settings.bits_k == 8
+
+
+@pytest.fixture
+def candidates(few, monkeypatch):
+    """Judge plans of 2 to 5 bits: `losses` are predicted, `failures` measured, `judged` lists names."""
+    made = SimpleNamespace(losses={2: 8.0, 3: 4.0, 4: 2.0, 5: 1.0}, failures={}, judged=[], refined=None)
+
+    def make_plan(checkpoint, bits):
+        return coded_plan(checkpoint, stored_basis(checkpoint), {"bits_k": bits, "bits_v": bits})
+
+    def find_failure(self, name):
+        made.judged.append(name)
+        return made.failures.get(name)
+
+    def open_search(checkpoint, *_, refines, used, smallest):
+        assert refines
+        assert 0 <= used < 60 * OPTIONS.minutes
+        assert smallest == make_plan(checkpoint, min(made.losses)).bytes(OPTIONS.context)
+        book = SimpleNamespace(bind=lambda plan: plan, share=lambda plan: 0.1)
+        plan = make_plan(checkpoint, made.refined or min(made.losses))
+        return SimpleNamespace(book=book, run=lambda: SimpleNamespace(plan=plan))
+
+    def list_candidates(checkpoint, *_):
+        return {str(b): Candidate(make_plan(checkpoint, b), loss) for b, loss in made.losses.items()}
+
+    report = {"perplexity": {"increase": 0.0, "kl": 0.01}, "tasks": {}, "ruler": {}}
+    monkeypatch.setattr(Judge, "report", lambda *_: report)
+    monkeypatch.setattr(Judge, "_find_failure", find_failure)
+    monkeypatch.setattr(compress_module, "_open_search", open_search)
+    monkeypatch.setattr(compress_module, "_list_candidates", list_candidates)
+    return made
+
+
+def test_after_a_failure_plans_that_would_lose_too_much_are_not_judged(candidates, tmp_path):
+    # Two bits lose three times what they may. Three bits lose half of that by the prediction: too much, too.
+    candidates.failures = {"2": Failure("too much", 3.0), "4": Failure("too much", 1.1)}
+    outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS)
+    assert candidates.judged == ["2", "4", "5"]
+    assert (outcome.rows[1].name, outcome.within) == ("5", True)
+
+
+def test_after_a_failure_hardly_larger_plans_are_not_judged(candidates, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "LEAST_GROWTH", 1.6)
+    candidates.failures = {"2": Failure("by chance", 1.0)}
+    compress(SOURCE, tmp_path / "model", options=OPTIONS)
+    assert candidates.judged == [
+        "2",
+        "4",
+    ]  # Keys and values of three bits have less than 1.6 times the bytes.
+
+
+@pytest.mark.parametrize(("interval", "excess"), [((0.90, 0.99), 2.0), ((0.80, 0.99), 20 / 7), (None, 2.0)])
+def test_the_excess_is_that_of_the_limit_that_is_missed_most(interval, excess):
+    failure = judging._describe_failure("copy", 0.90, interval, 0.93)
+    assert failure.excess == pytest.approx(excess)
+
+
+def test_the_search_goes_on_if_its_first_plan_holds(candidates, tmp_path):
+    candidates.losses, candidates.refined, said = {3: 1.0, 4: 0.5}, 2, list[str]()
+    output = tmp_path / "model"
+    outcome = compress(SOURCE, output, options=OPTIONS, watch=said.append)
+    assert candidates.judged == ["3", "refined, 10.0%"]
+    assert any("more minutes" in line for line in said)
+    assert outcome.rows[1].name == "refined, 10.0%"
+    assert CompressionPlan.load(output / "plan.json").settings.bits_v == 2
+
+
+def test_a_refined_plan_that_fails_gives_way_to_the_one_before(candidates, tmp_path):
+    candidates.losses, candidates.refined = {3: 1.0, 4: 0.5}, 2
+    candidates.failures = {"refined, 10.0%": Failure("too much", 3.0)}
+    outcome = compress(SOURCE, tmp_path / "model", options=OPTIONS)
+    assert candidates.judged == ["3", "refined, 10.0%"]
+    assert (outcome.rows[1].name, outcome.within) == ("3", True)
+
+
+@pytest.mark.parametrize("losses", [{2: 1.0, 3: 0.5}, {2: None, 3: None}])
+def test_a_search_that_finds_nothing_smaller_is_not_judged_again(candidates, losses, tmp_path):
+    candidates.losses = losses
+    assert compress(SOURCE, tmp_path / "model", options=OPTIONS).rows[1].name == "2"
+    assert candidates.judged == ["2"]
+
+
+def test_a_search_without_time_does_not_go_on(candidates, tmp_path):
+    candidates.losses, candidates.refined = {3: 1.0, 4: 0.5}, 2
+    compress(SOURCE, tmp_path / "model", options=replace(OPTIONS, minutes=1e-9))
+    assert candidates.judged == ["3"]
 
 
 def test_an_interrupted_run_continues(few, tmp_path, monkeypatch):
@@ -329,8 +441,8 @@ def test_the_whole_command(short, tmp_path):
     assert not outcome.within or (plan.increase <= 0.05 and (plan.worst is None or plan.worst >= 0.95))
     assert any(line.startswith("best so far: ") for line in said)
     state = json.loads((tmp_path / "model" / "compress.json").read_text())
-    assert {"3bit", "4bit", "8bit"} <= {*state["plans"]}
-    plans = [CompressionPlan.from_json(plan, tmp_path) for plan in state["plans"].values()]
+    assert {"3bit", "4bit", "8bit"} <= {*state["candidates"]}
+    plans = [CompressionPlan.from_json(each["plan"], tmp_path) for each in state["candidates"].values()]
     sizes = [plan.bytes(1024) for plan in plans]
     assert sizes == sorted(sizes)
     assert state["done"]
