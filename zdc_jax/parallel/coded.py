@@ -135,7 +135,7 @@ def _attend_far(
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"] | None, State, Any]:
     """Compute far attention by all-to-alls, as `zdc_jax.parallel.far.ulysses`, on quantized keys and values.
 
-    `coded` is the result of `_quantize` for this device's tokens. The log-sum-exp is returned only to be
+    `quantized` is the result of `_quantize` for this device's tokens. The log-sum-exp is returned only to be
     merged with near attention.
     """
     leaves, tree = jax.tree.flatten(quantized)
