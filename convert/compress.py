@@ -280,6 +280,7 @@ def _choose_and_judge(
     )
     name = judge.choose()
     if name is not None and name == _find_refinable(state, options):
+        judge.model = None  # The search needs the memory.
         refined = _refine(checkpoint, materials["search"], options, state, watch)
         if refined is not None and judge.judge(refined) is None:
             name = refined
@@ -333,7 +334,10 @@ def _refine(
     search = _open_search(
         checkpoint, material, options, watch, refines=True, used=state.seconds, smallest=smallest
     )
-    plan = search.book.bind(search.run().plan)
+    try:
+        plan = search.book.bind(search.run().plan)
+    except PlanError:  # The time ended before the search had read its journal.
+        return None
     if plan.bytes(material.context) >= smallest:
         return None
     name = f"refined, {search.book.share(plan):.1%}"

@@ -30,7 +30,7 @@ from convert.judging import (
 )
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import CheckpointError, EvaluationError, TextError
+from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, TextError
 from zdc_jax.evaluation.ruler.score import compare_scores
 from zdc_jax.evaluation.splits import documents_of
 from zdc_jax.evaluation.text import Document
@@ -160,8 +160,13 @@ def candidates(few, monkeypatch):
         assert 0 <= used < 60 * OPTIONS.minutes
         assert smallest == make_plan(checkpoint, min(made.losses)).bytes(OPTIONS.context)
         book = SimpleNamespace(bind=lambda plan: plan, share=lambda plan: 0.1)
-        plan = make_plan(checkpoint, made.refined or min(made.losses))
-        return SimpleNamespace(book=book, run=lambda: SimpleNamespace(plan=plan))
+
+        def run():
+            if made.refined is None:
+                raise PlanError("no time is left")
+            return SimpleNamespace(plan=make_plan(checkpoint, made.refined))
+
+        return SimpleNamespace(book=book, run=run)
 
     def list_candidates(checkpoint, *_):
         return {str(b): Candidate(make_plan(checkpoint, b), loss) for b, loss in made.losses.items()}
@@ -216,9 +221,11 @@ def test_a_refined_plan_that_fails_gives_way_to_the_one_before(candidates, tmp_p
     assert (outcome.rows[1].name, outcome.within) == ("3", True)
 
 
-@pytest.mark.parametrize("losses", [{2: 1.0, 3: 0.5}, {2: None, 3: None}])
-def test_a_search_that_finds_nothing_smaller_is_not_judged_again(candidates, losses, tmp_path):
-    candidates.losses = losses
+@pytest.mark.parametrize(
+    ("losses", "refined"), [({2: 1.0, 3: 0.5}, 2), ({2: 1.0, 3: 0.5}, None), ({2: None, 3: None}, 2)]
+)
+def test_a_search_that_finds_nothing_smaller_is_not_judged_again(candidates, losses, refined, tmp_path):
+    candidates.losses, candidates.refined = losses, refined
     assert compress(SOURCE, tmp_path / "model", options=OPTIONS).rows[1].name == "2"
     assert candidates.judged == ["2"]
 
