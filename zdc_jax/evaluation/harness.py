@@ -16,13 +16,20 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    needed = f"zdc_jax.evaluation.harness needs {error.name}; run: pip install 'zdc-jax[eval]'"
+    if __name__ == "__main__":
+        raise SystemExit(f"error: {needed}") from None
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 from zdc_jax.conversation.prompt import chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.errors import PromptError
