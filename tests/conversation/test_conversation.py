@@ -13,12 +13,13 @@ from tiny_tokenizers import chat_tokenizer, sentencepiece
 
 from zdc_jax import CompressionPlan, LanguageModel, Sampling, chat, chat_prompt, generate
 from zdc_jax.config import ModelConfig
-from zdc_jax.conversation.chat import decode_after, keeps_cache, tokenize_after
+from zdc_jax.conversation.chat import keeps_cache, tokenize_after
 from zdc_jax.conversation.prompt import chat_stop_tokens
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
 from zdc_jax.generation import run, steps
 from zdc_jax.generation.chunks import bucket
+from zdc_jax.generation.token_bytes import get_token_bytes
 from zdc_jax.loading import TextSide
 from zdc_jax.methods import token_classes
 from zdc_jax.parallel.mesh import MeshConfig
@@ -392,9 +393,10 @@ def test_text_of_tokens_where_they_stand():
     tokenizer = sentencepiece()
     prompt, chosen = tokenizer.encode("It is").ids, tokenizer.encode(" the man").ids
     assert tokenizer.decode(chosen) == "the man"
-    assert decode_after(tokenizer, prompt, chosen) == " the man"
+    join = get_token_bytes(tokenizer).join
+    assert join(chosen, before=prompt) == " the man"
     end = tokenizer.token_to_id("</s>")
-    assert decode_after(tokenizer, prompt, [*chosen, end]) == " the man</s>"
+    assert join([*chosen, end], before=prompt) == " the man</s>"
 
 
 def test_tokens_after_a_beginning():

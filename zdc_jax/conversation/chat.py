@@ -111,6 +111,9 @@ class Conversation:
       system_messages: messages before the first turn.
       options: further variables of the template.
       implementation: attention implementation.
+
+    Attributes:
+      turn: the newest turn; None before the first one, and if its reply was not read to its end.
     """
 
     def __init__(
@@ -132,15 +135,10 @@ class Conversation:
         """All messages, oldest first. An unfinished reply has the text yielded so far."""
         return [dict(message) for message in self._messages]
 
-    @property
-    def turn(self) -> Turn | None:
-        """The newest turn; None before the first one, and if its reply was not read to its end."""
-        return self._turn
-
     def start_over(self) -> None:
         """Forget everything but the system message, and free the cache."""
         self._messages = list(self._system_messages)
-        self._turn: Turn | None = None
+        self.turn: Turn | None = None
         self._cached: CachedText | None = None
         self._capacity = 0
 
@@ -159,7 +157,7 @@ class Conversation:
         """
         messages = [*self._messages, {"role": "user", "content": message}]
         text = self._template.render(messages, self._options)
-        self._turn = None
+        self.turn = None
         request, cache = self._plan_turn(text)
         cached_tokens, reply = 0 if cache is None else int(cache.lengths[0]), ""
         run = Run(self._model, request, self._implementation, cache)
@@ -170,10 +168,10 @@ class Conversation:
             if new_text:
                 yield new_text
         prompt = request.prompts[0]
-        self._turn = Turn(len(prompt), cached_tokens, run.result())
+        self.turn = Turn(len(prompt), cached_tokens, run.result())
         if self._keeps_cache:
             (chosen,), state = run.settled()
-            decode = partial(decode_after, self._tokenizer, ids := prompt.tolist())
+            decode = partial(get_token_bytes(self._tokenizer).join, before=(ids := prompt.tolist()))
             self._cached = CachedText(
                 cache=state.cache,
                 tokens=(*ids, *chosen),
@@ -248,11 +246,6 @@ class CachedText:
             if rest is not None and len(known) + len(rest) >= len(self.tokens):
                 return [*known, *rest]
         return None
-
-
-def decode_after(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
-    """Decode chosen tokens, special ones included, in the context of the prompt before them."""
-    return get_token_bytes(tokenizer).join(chosen, before=prompt)
 
 
 def tokenize_after(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:

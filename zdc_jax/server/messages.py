@@ -1,12 +1,12 @@
 """Messages of a chat in OpenAI's format, with tool calls, and their conversion for chat templates."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import model_validator
 
 from zdc_jax.conversation.template import Message
+from zdc_jax.conversation.tools.call_reader import parse_object
 from zdc_jax.server.body import Body, Items, JsonObject, make_refusal
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES
 
@@ -59,13 +59,9 @@ class FunctionCall(Body):
 
         Text that is not a JSON object stays text: models make such calls, and clients send them back.
         """
-        arguments: Any = self.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                value = json.loads(arguments)
-            except ValueError:
-                value = None
-            arguments = value if isinstance(value, dict) else arguments
+        arguments = self.arguments or {}
+        if isinstance(arguments, str) and (parsed := parse_object(arguments)) is not None:
+            arguments = parsed
         return {"name": self.name, "arguments": arguments}
 
 
@@ -123,8 +119,7 @@ class ChatMessage(Body):
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": join_parts(self.content)}
         if self.role == "tool":
-            answered = {"tool_call_id": self.tool_call_id, "name": self.name}
-            message |= {field: value for field, value in answered.items() if value is not None}
+            message |= self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.to_template()}

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Generator
-from typing import Literal
+from typing import Any, Literal
 
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -182,9 +182,13 @@ def _normalize(text: str) -> str:
     value = json.loads(text)
     if value is None:
         return "{}"
-    if isinstance(value, str):
-        try:
-            return value if isinstance(json.loads(value), dict) else text
-        except ValueError:
-            return text
-    return text
+    return value if isinstance(value, str) and parse_object(value) is not None else text
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; return None if the text is something else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
