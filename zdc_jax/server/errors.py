@@ -17,6 +17,8 @@ RETRY_AFTER = 1
 """Seconds after which a client should retry when the queue was full."""
 CLOSED_REQUEST = 499
 """Status logged for a request whose client disconnected."""
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+"""Types of errors below status 500 that clients recognise."""
 
 
 class RequestError(ZDCError):
@@ -37,7 +39,7 @@ class RequestError(ZDCError):
     @property
     def body(self) -> dict[str, Any]:
         """JSON body of the response."""
-        kind = _get_error_type(self.status)
+        kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -74,12 +76,6 @@ def report_errors_of(param: str | None = None, *, prefix: str = "") -> Iterator[
     except (PromptError, ChatError) as error:
         message = f"{prefix}{error}"
         raise RequestError(message, param=param or re.split(r"\W", message)[0]) from error
-
-
-def _get_error_type(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
 
 
 def make_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:

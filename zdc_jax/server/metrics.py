@@ -50,11 +50,11 @@ class Metrics:
         self.registry.register(EngineCollector(engine, name))
 
         def make_histogram(quantity: str, bounds: Sequence[float]) -> Histogram:
-            meaning = quantity.replace("_", " ").replace(" seconds", ", in seconds")
-            full_name = f"vllm:{quantity}"
+            full_name, meaning = f"vllm:{quantity}", _describe(quantity)
             return Histogram(full_name, meaning, [LABEL], registry=self.registry, buckets=bounds).labels(name)
 
-        lengths = _list_lengths(engine.max_model_len)
+        bounds = [digit * 10**power for power in range(12) for digit in (1, 2, 5)]
+        lengths = [bound for bound in bounds if bound <= engine.max_model_len]
         self.first_token = make_histogram("time_to_first_token_seconds", TTFT)
         self.between_tokens = TokenTimes(name)
         self.registry.register(self.between_tokens)
@@ -74,9 +74,9 @@ class Metrics:
         self.ended = {reason: ended.labels(name, outcome) for reason, outcome in OUTCOMES.items()}
 
 
-def _list_lengths(most: int) -> list[int]:
-    """Return 1, 2, 5, 10, 20, 50, … up to `most`, as bucket bounds in tokens."""
-    return [bound for power in range(12) for each in (1, 2, 5) if (bound := each * 10**power) <= most]
+def _describe(quantity: str) -> str:
+    """Return a description of a histogram from its name."""
+    return quantity.replace("_", " ").replace(" seconds", ", in seconds")
 
 
 class Stopwatch:
@@ -157,8 +157,7 @@ class TokenTimes(Collector):
         bounds = [str(float(bound)) for bound in TPOT] + ["+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         for name in self.NAMES:
-            meaning = name.replace("_", " ").replace(" seconds", ", in seconds")
-            family = HistogramMetricFamily(f"vllm:{name}", meaning, labels=[LABEL])
+            family = HistogramMetricFamily(f"vllm:{name}", _describe(name), labels=[LABEL])
             family.add_metric([self._name], buckets, self._sum)
             yield family
 

@@ -39,7 +39,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = _choose_id(scope)
+        sent = Headers(scope=scope).get(HEADER, "")
+        name = sent if CLIENT_ID.fullmatch(sent) else uuid.uuid4().hex
         request_id.set(name)  # Each request has a task of its own.
         began, status, whole = time.monotonic(), 0, False
 
@@ -58,12 +59,6 @@ class RequestLog:
                 end = "" if whole else ", cut off"
                 seconds = time.monotonic() - began
                 logger.info("%s: %d in %.3f s%s, request %s", _describe(scope), status, seconds, end, name)
-
-
-def _choose_id(scope: Scope) -> str:
-    """Return the id that the client sent, or a new one."""
-    sent = Headers(scope=scope).get(HEADER, "")
-    return sent if CLIENT_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
 def _describe(scope: Scope) -> str:

@@ -51,9 +51,7 @@ class Tool(Body):
 
     def to_template(self) -> dict[str, Any]:
         """Convert to the format of chat templates."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
+        function = self.function.model_dump(exclude_none=True)
         function["parameters"] = self.function.parameters or NO_PARAMETERS
         return {"type": self.type, "function": function}
 
