@@ -23,14 +23,25 @@ Sequences are prefilled in chunks, batched with others, and take the place of se
 """
 
 
-def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
-    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary.
+def resolve_stop_ids(model: TextModel, request: EngineRequest, name: str = "stop_tokens") -> tuple[int, ...]:
+    """Return the token ids that end the answer, including stop strings that are special tokens.
 
-    Stop strings that are special tokens are among them.
+    Args:
+      model: model of the engine.
+      request: request whose answer ends.
+      name: name of the argument `stop_tokens` in errors.
+
+    Raises:
+      PromptError: an id lies outside the vocabulary, or there are more ids than a program reads.
     """
     own = () if request.ignore_eos else model.config.eos_ids
     asked = stop_token_ids(model, request.stop_tokens)
-    return tuple(dict.fromkeys((*own, *asked, *find_special_tokens(model, request.stop))))
+    ids = tuple(dict.fromkeys((*own, *asked, *find_special_tokens(model, request.stop))))
+    if len(ids) > MAX_STOP_TOKENS:
+        raise PromptError(
+            f"{name} has {len(ids)} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
+        )
+    return ids
 
 
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
@@ -63,10 +74,7 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
         raise PromptError(
             "prompt_logprobs=True needs logprobs; set it to the number of alternatives of each token"
         )
-    if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
-        raise PromptError(
-            f"stop_tokens has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
-        )
+    resolve_stop_ids(model, request)
     stop_strings(model, request.stop)
     check_sampling(model, request.sampling)
     if not is_whole(request.priority):

@@ -1,16 +1,17 @@
-"""JSON bodies of requests: their base class, and errors that name the field and the cause."""
+"""JSON bodies of requests: their base classes, and errors that name the field and the cause."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from zdc_jax.server.errors import RequestError
+from zdc_jax.server.fields import IGNORED_IN_STREAMS
 
 LONGEST_VALUE = 60
 """Most characters of a value in an error."""
@@ -84,6 +85,38 @@ class ModelRequest(Body):
     """
 
     model: str | None = None
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer.
+
+    Attributes:
+      include_usage: send a last chunk with token counts.
+    """
+
+    refused: ClassVar = {"continuous_usage_stats": (False,)}
+    ignored: ClassVar = IGNORED_IN_STREAMS
+
+    include_usage: bool = False
+
+
+class StreamedRequest(ModelRequest):
+    """Body whose answer may be a stream.
+
+    Attributes:
+      stream: send the answer as server-sent events.
+      stream_options: options of the stream, for streams only.
+    """
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options != StreamOptions() and not self.stream:
+            message = f"stream_options={show(self.stream_options.model_dump())} needs stream=true"
+            raise RequestError(message, param="stream_options")
+        return self
 
 
 def make_refusal(field: str, cause: str) -> PydanticCustomError:

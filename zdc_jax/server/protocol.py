@@ -23,15 +23,9 @@ from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.sampling import MAX_BIAS, MAX_PENALTY, REPETITION_PENALTIES, SEEDS, Sampling
 from zdc_jax.generation.shaping import check_in_vocabulary, token_biases
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, Items, JsonObject, ModelRequest, show
+from zdc_jax.server.body import Items, JsonObject, ModelRequest, StreamedRequest, show
 from zdc_jax.server.errors import RequestError, make_length_error, report_errors_of
-from zdc_jax.server.fields import (
-    IGNORED,
-    IGNORED_IN_COMPLETIONS,
-    IGNORED_IN_STREAMS,
-    REFUSED_IN_CHATS,
-    REFUSED_IN_COMPLETIONS,
-)
+from zdc_jax.server.fields import IGNORED, IGNORED_IN_COMPLETIONS, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from zdc_jax.server.messages import ChatMessage
 from zdc_jax.server.structured import StructuredRequest
 from zdc_jax.server.tool_grammar import tool_call_grammar
@@ -84,38 +78,6 @@ Prompt = str | Items[int]
 """Text or token ids."""
 Prompts = Prompt | Annotated[Items[Prompt], Field(min_length=1)]
 """Prompt or prompts."""
-
-
-class StreamOptions(Body):
-    """Options of a streamed answer.
-
-    Attributes:
-      include_usage: send a last chunk with token counts.
-    """
-
-    refused: ClassVar = {"continuous_usage_stats": (False,)}
-    ignored: ClassVar = IGNORED_IN_STREAMS
-
-    include_usage: bool = False
-
-
-class StreamedRequest(ModelRequest):
-    """Body whose answer may be a stream.
-
-    Attributes:
-      stream: send the answer as server-sent events.
-      stream_options: options of the stream, for streams only.
-    """
-
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> Self:
-        if self.stream_options != StreamOptions() and not self.stream:
-            message = f"stream_options={show(self.stream_options.model_dump())} needs stream=true"
-            raise RequestError(message, param="stream_options")
-        return self
 
 
 class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
@@ -250,8 +212,7 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
         """Return the sampling parameters of each answer to a prompt, with consecutive seeds."""
         field, grammar = self.choose_grammar(model)
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        names = (each.name for each in fields(Sampling) if each.name in type(self).model_fields)
-        parameters = {name: getattr(self, name) for name in names}
+        parameters = self.model_dump(include={each.name for each in fields(Sampling)})
         parameters |= {"top_k": None if self.top_k < 1 else self.top_k, "grammar": grammar}
         with report_errors_of():
             samplings = [Sampling(**parameters | {"seed": (seed + i) % SEEDS}) for i in range(self.n)]
@@ -288,11 +249,7 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
             stop_strings(model, self.stop)
         with report_errors_of(param := "stop_token_ids"):
             check_in_vocabulary(param, self.stop_token_ids, model)
-        if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
-            message = (
-                f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
-            )
-            raise RequestError(message, param=param)
+            resolve_stop_ids(model, request, name=param)
 
 
 class CompletionRequest(GenerationRequest):

@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.loading import TextModel
-from zdc_jax.server.body import Body, Items, make_refusal
+from zdc_jax.server.body import Body, Items, StreamedRequest, make_refusal
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.fields import IGNORED_IN_MESSAGES, IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES
 from zdc_jax.server.messages import Part, join_parts
-from zdc_jax.server.protocol import ChatRequest, StreamedRequest
+from zdc_jax.server.protocol import ChatRequest
 from zdc_jax.server.structured import JsonSchema
 from zdc_jax.server.tools import FunctionDefinition, ToolOutput
 
