@@ -17,12 +17,12 @@ from zdc_jax.conversation.chat import chat as chat
 from zdc_jax.conversation.prompt import chat_prompt as chat_prompt
 from zdc_jax.conversation.prompt import chat_stop_tokens as chat_stop_tokens
 from zdc_jax.errors import ZDCError as ZDCError
-from zdc_jax.generation.api import Completion as Completion
-from zdc_jax.generation.api import Delta as Delta
-from zdc_jax.generation.api import Generation as Generation
 from zdc_jax.generation.api import generate as generate
 from zdc_jax.generation.api import stream as stream
 from zdc_jax.generation.grammar import Grammar as Grammar
+from zdc_jax.generation.results import Completion as Completion
+from zdc_jax.generation.results import Delta as Delta
+from zdc_jax.generation.results import Generation as Generation
 from zdc_jax.generation.sampling import Sampling as Sampling
 from zdc_jax.loading import LanguageModel as LanguageModel
 from zdc_jax.loading import load as load

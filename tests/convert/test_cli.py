@@ -26,8 +26,8 @@ from convert.cli.plan import _report_savings
 from convert.compress import CompressOptions
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks, Sampling
 from zdc_jax.errors import PlanError, PromptError
-from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.generation.grammar import Grammar
+from zdc_jax.generation.results import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
 
 

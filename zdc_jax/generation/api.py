@@ -3,10 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from zdc_jax.generation.request import Prompt, Request
-from zdc_jax.generation.results import Completion as Completion
-from zdc_jax.generation.results import Delta as Delta
-from zdc_jax.generation.results import Generation as Generation
-from zdc_jax.generation.results import Timings as Timings
+from zdc_jax.generation.results import Delta, Generation
 from zdc_jax.generation.run import Run
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
