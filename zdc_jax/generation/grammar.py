@@ -226,18 +226,12 @@ class GrammarCompiler:
 
     def _try(self, grammar: Grammar) -> str | None:
         """Compile a grammar in another process; return an error message, or None if it can be used."""
-        too_complex = "it is too complex; make it smaller"
-        with self._connect() as connection:
+        answer = ""
+        with self._connect() as connection, suppress(OSError):
             connection.settimeout(TRY_SECONDS)
-            try:
-                connection.sendall(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
-                answer = connection.makefile().readline()
-            except OSError:
-                return too_complex
-        if not answer:
-            return too_complex
-        error: str | None = json.loads(answer)
-        return error
+            connection.sendall(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
+            answer = connection.makefile().readline()
+        return json.loads(answer) if answer else "it is too complex; make it smaller"
 
     def _connect(self) -> socket.socket:
         """Connect to the process, once it has started."""

@@ -30,7 +30,7 @@ class TokenBytes:
         self._added = {token: each.content for token, each in added.items() if not each.special}
         self._steps = list(_list_steps(tokenizer.decoder))
         self._read = self._choose_reader()
-        self._known: dict[int, tuple[bytes, bytes]] = {}
+        self._known: dict[tuple[int, bool], bytes] = {}
         self._has_text: dict[int, bool] = {}  # Every token of every answer is looked up.
 
     def has_text(self, token: int) -> bool:
@@ -47,11 +47,10 @@ class TokenBytes:
           token: token id; ids outside the vocabulary have no bytes.
           first: whether no token with text precedes it. SentencePiece drops the space of a first word.
         """
-        if token not in self._known:
-            self._known[token] = self._special.get(token) or b"", self._special.get(token) or b""
-            if self.has_text(token):
-                self._known[token] = self._read(token, True), self._read(token, False)
-        return self._known[token][0 if first else 1]
+        if (data := self._known.get((token, first))) is None:
+            data = self._read(token, first) if self.has_text(token) else self._special.get(token, b"")
+            self._known[token, first] = data
+        return data
 
     def join(self, tokens: Sequence[int], before: Sequence[int] = ()) -> str:
         """Return the text of `tokens` after `before`, with special tokens; broken characters are U+FFFD."""
