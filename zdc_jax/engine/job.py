@@ -85,7 +85,6 @@ class Job:
             stop=StopStrings(request.stop),
             before=() if request.new_text else request.prompt,
             min_tokens=request.min_tokens,
-            guide=self.guide,
         )
         self._can_go_back = (
             can_go_back and request.sampling.can_choose_before_mask and not self.work.skips_cache

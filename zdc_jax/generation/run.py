@@ -78,10 +78,12 @@ class Run:
                 request.stop_ids,
                 stop,
                 before=() if request.new_text else prompt.tolist(),
-                guide=Guide.of(model, sampling, request.stop_ids),
             )
-            for index, (prompt, sampling) in enumerate(zip(request.prompts, request.samplings, strict=True))
+            for index, prompt in enumerate(request.prompts)
         ]
+        self._guides = [Guide.of(model, sampling, request.stop_ids) for sampling in request.samplings]
+        # The host must then know each token before the next one is chosen.
+        self._is_guided = any(self._guides)
         self._shaping = self._guided(Shaping.of(model, request.samplings, request.prompts))
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
@@ -225,16 +227,12 @@ class Run:
             implementation=self._implementation,
         )
 
-    @property
-    def _is_guided(self) -> bool:
-        """Whether the host must know each token before the next one is chosen."""
-        return any(sequence.guide is not None for sequence in self.sequences)
-
     def _guided(self, shaping: Shaping | None) -> Shaping | None:
         """Return the arrays of a call with the masks of its next tokens."""
         if shaping is None or not self._is_guided:
             return shaping
-        guides = [None if each.finish_reason else each.guide for each in self.sequences]
+        pairs = zip(self.sequences, self._guides, strict=True)
+        guides = [None if sequence.finish_reason else guide for sequence, guide in pairs]
         return shaping._replace(mask=jnp.asarray(make_mask(guides, self.model.config.vocab_size)))
 
     @property
@@ -269,15 +267,16 @@ class Run:
           PromptError: a guide allowed no token for the newest one.
         """
         finite = np.asarray(result.new.finite)
-        for sequence, chosen, new in zip(self.sequences, self.chosen, self._record(result), strict=True):
+        outputs = zip(self.sequences, self._guides, self.chosen, self._record(result), strict=True)
+        for sequence, guide, chosen, new in outputs:
             if not new or sequence.finish_reason is not None:
                 continue
             broken = not finite[sequence.index, len(new) - 1]
             full = not broken and len(chosen) >= self.request.max_new_tokens
             tokens = new[: len(new) - broken]
-            if sequence.guide is not None:
-                sequence.guide.accept(tokens)
-            complete = sequence.guide is not None and sequence.guide.is_complete
+            if guide is not None:
+                guide.accept(tokens)
+            complete = guide is not None and guide.is_complete
             delta = sequence.append(tokens, full=full, complete=complete)
             if delta is not None:
                 yield delta

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from zdc_jax.generation.detokenise import Detokeniser
-from zdc_jax.generation.guide import Guide
 from zdc_jax.generation.results import Completion, Delta, FinishReason
 
 
@@ -52,12 +51,10 @@ class OutputSequence:
       stop: strings that end the sequence.
       before: tokens that the text continues; none for a text of its own.
       min_tokens: fewest tokens before a stop token or stop string may end the sequence.
-      guide: masks of the next tokens; None if they do not depend on the answer.
 
     Attributes:
       index: index of the prompt.
       min_tokens: fewest tokens before a stop token or stop string may end the sequence.
-      guide: masks of the next tokens, or None.
       tokens: generated token ids.
       finish_reason: reason why the sequence ended; None while it continues.
     """
@@ -71,9 +68,8 @@ class OutputSequence:
         *,
         before: Sequence[int],
         min_tokens: int = 0,
-        guide: Guide | None = None,
     ):
-        self.index, self.min_tokens, self.guide = index, min_tokens, guide
+        self.index, self.min_tokens = index, min_tokens
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer, before)
