@@ -5,17 +5,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from zdc_jax.engine.checks import check_request, check_servable
-from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs
+from zdc_jax.engine.inputs import ChunkInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.pending import Call, PendingTokens, start_copy, take_tokens
+from zdc_jax.engine.pending import Call, DecodeGroup, PendingTokens, StartedStep, start_copy, take_tokens
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.engine.runner import Runner
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
@@ -23,7 +22,6 @@ from zdc_jax.engine.start_report import report_start
 from zdc_jax.errors import NonFiniteError, PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.chunks import bucket, choose_chunk_tokens, choose_step_tokens, find_block
-from zdc_jax.generation.guide import Guide, make_mask
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import Frontier, SampledTokens
 from zdc_jax.loading import LanguageModel
@@ -106,53 +104,6 @@ class EngineConfig:
                 "max_model_len"
             )
         return longest
-
-
-@dataclass
-class _Group:
-    """Sequences that one program decodes.
-
-    Attributes:
-      inputs: inputs of the program.
-      jobs: index in the batch and job of each sequence.
-    """
-
-    inputs: DecodeInputs
-    jobs: list[tuple[int, Job]] = field(default_factory=list)
-
-    def add(self, row: int, job: Job) -> None:
-        """Add the sequence at index `row` of the batch."""
-        self.inputs.add(row, job.numbers, job.choice, job.is_shaped)
-        self.jobs.append((row, job))
-
-    @property
-    def is_guided(self) -> bool:
-        """Whether masks are needed, which depend on the tokens of the step before."""
-        return any(job.needs_mask for _, job in self.jobs)
-
-    def make_mask(self, vocab: int) -> np.ndarray:
-        """Return the masks of the next tokens of the batch (`make_mask`)."""
-        guides: list[Guide | None] = [None] * len(self.inputs.active)
-        for row, job in self.jobs:
-            guides[row] = job.next_guide
-        return make_mask(guides, vocab)
-
-
-@dataclass
-class _Started:
-    """A step that was started on the device.
-
-    Attributes:
-      pending: tokens that are being copied to the host.
-      guided: sequences that need masks of the host; None if there are none.
-      frontier: result of their layers; None if nothing is started.
-      steps: decode steps of these sequences.
-    """
-
-    pending: list[PendingTokens] = field(default_factory=list)
-    guided: _Group | None = None
-    frontier: Frontier | None = None
-    steps: int = 1
 
 
 class Engine:
@@ -357,9 +308,9 @@ class Engine:
         running = (self._jobs[work] for work in self._scheduler.running.values())
         return [job for job in running if job.must_go_back]
 
-    def _start(self, plan: Plan | None) -> _Started:
+    def _start(self, plan: Plan | None) -> StartedStep:
         """Start a step on the device."""
-        started = _Started()
+        started = StartedStep()
         if plan is None:
             return started
         for work in plan.changed:
@@ -394,10 +345,12 @@ class Engine:
             self._decode(decoding, started, plan.steps)
         return started
 
-    def _new_group(self) -> _Group:
-        return _Group(self._runner.new_decode_inputs())
+    def _new_group(self) -> DecodeGroup:
+        return DecodeGroup(self._runner.new_decode_inputs())
 
-    def _decode(self, group: _Group, started: _Started, steps: int, frontier: Frontier | None = None) -> None:
+    def _decode(
+        self, group: DecodeGroup, started: StartedStep, steps: int, frontier: Frontier | None = None
+    ) -> None:
         """Start decoding of a group, or note that it needs masks; `frontier` is that of the first step."""
         if group.is_guided:
             started.guided, started.frontier, started.steps = group, frontier, steps
@@ -408,7 +361,7 @@ class Engine:
             calls = self._runner.decode(group.inputs, steps)
         started.pending.append(PendingTokens(list(map(Call, calls)), group.jobs))
 
-    def _decode_guided(self, started: _Started, pending: list[PendingTokens]) -> list[PendingTokens]:
+    def _decode_guided(self, started: StartedStep, pending: list[PendingTokens]) -> list[PendingTokens]:
         """Decode sequences one step at a time, since masks depend on the tokens of the step before.
 
         While the layers of a step run on the device, the host makes the masks for the choice of its tokens,
@@ -487,7 +440,7 @@ class Engine:
 
         A product of NaN and a weight of 0 is NaN, so what the job stored must reach no other request.
         """
-        error = NonFiniteError("logits are", self._runner.dtype)
+        error = NonFiniteError("logits are", self.model.network.dtype.name)
         logger.error("request %s failed: %s", job.request.id, error)
         job.end("error", str(error))
         with self._changed:

@@ -183,11 +183,6 @@ class Runner:
         self._pages[row, : len(pages)] = pages
         self._table = None
 
-    @property
-    def dtype(self) -> str:
-        """Dtype that the network runs in."""
-        return self._network.dtype.name
-
     def clear(self, row: int, pages: Sequence[int]) -> None:
         """Fill pages, and the state of a sequence outside pages, with zeros."""
         padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
