@@ -246,8 +246,10 @@ class Runner:
         if steps == self.steps > 1 and not inputs.is_shaped:
             last = int(np.flatnonzero(inputs.active)[-1])
             count = next(count for count in self._row_counts if count > last)
+            program = self._programs[name_decode_loop(count, inputs.choice)]
             packed = self._send(inputs.pack(count))
-            return [self._run_step(name_decode_loop(count, inputs.choice), packed)]
+            self._state, chosen = program(self._flat, self._state, self._send_table(), packed)
+            return [chosen]
         return [self.choose_next(self.advance(inputs), inputs) for _ in range(steps)]
 
     def advance(self, inputs: DecodeInputs) -> Frontier:
@@ -255,10 +257,11 @@ class Runner:
 
         The result is valid until the next call, which writes to the same arrays.
         """
-        cache, *others = self._state
-        given = cache, self._frontier, *others, self._send_table(), self._send(inputs.pack())
-        cache, self._frontier = self._programs["decode"](self._flat, *given)
-        self._state = self._state._replace(cache=cache)
+        state, table, packed = self._state, self._send_table(), self._send(inputs.pack())
+        cache, self._frontier = self._programs["decode"](
+            self._flat, state.cache, self._frontier, state.last, state.done, table, packed
+        )
+        self._state = state._replace(cache=cache)
         return self._frontier
 
     def choose_next(
@@ -276,11 +279,6 @@ class Runner:
         if shaping is not None and mask is not None:
             shaping = shaping._replace(mask=jax.device_put(mask, self._where))
         return self._choose("next", inputs.choice, frontier, self._send(inputs.pack()), shaping)
-
-    def _run_step(self, name: str, packed: np.ndarray | Array) -> Any:
-        """Run a program of decoding, update the state, and return the other results."""
-        self._state, result = self._programs[name](self._flat, self._state, self._send_table(), packed)
-        return result
 
     def _choose_first(self, chunk: ChunkInputs, frontier: Frontier) -> SampledTokens:
         """Choose the token after a text's last chunk; earlier chunks yield no token.
