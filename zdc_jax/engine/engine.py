@@ -314,15 +314,12 @@ class Engine:
         if plan is None:
             return started
         for work in plan.changed:
-            assert work.row is not None
-            self._runner.set_pages(work.row, work.pages)
+            self._runner.set_pages(work.place, work.pages)
         for work, tail in plan.restored:
-            assert work.row is not None
-            self._runner.restore_tail(work.row, tail)
+            self._runner.restore_tail(work.place, tail)
         decoding = self._new_group()
         for work in plan.decode:
-            assert work.row is not None
-            decoding.add(work.row, self._jobs[work])
+            decoding.add(work.place, self._jobs[work])
 
         def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
@@ -389,13 +386,12 @@ class Engine:
     def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:
         """Build the runner's inputs for a chunk, and update statistics."""
         work, job = chunk.work, self._jobs[chunk.work]
-        assert work.row is not None
         if job.note_start():
             length = len(work.text)
             self._count(prompt_tokens=length, prefix_queries=length, prefix_hits=work.cached)
         tokens, following = work.text[chunk.begin : chunk.end], work.text[chunk.end :][:1] or (0,)
         return ChunkInputs(
-            row=work.row,
+            row=work.place,
             tokens=tokens,
             begin=chunk.begin,
             last=chunk.last,
@@ -445,8 +441,7 @@ class Engine:
         job.end("error", str(error))
         with self._changed:
             pages = self._scheduler.forget(job.work)
-        assert job.work.row is not None
-        self._runner.clear(job.work.row, pages)
+        self._runner.clear(job.work.place, pages)
         self._remove(job)
 
     def _remove(self, job: Job, keep: int = 0) -> None:

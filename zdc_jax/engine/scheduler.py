@@ -63,6 +63,12 @@ class Work:
     skipped_steps: int = 0
 
     @property
+    def place(self) -> int:
+        """Index in the batch of a running request."""
+        assert self.row is not None
+        return self.row
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the text is prefilled and tokens remain to be generated."""
         return self.row is not None and self.prefilled == len(self.text) and self.promised < self.max_tokens
@@ -254,7 +260,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """Plan the next step, and count it as done; return None if there is nothing to do."""
-        self._admit()
+        while self.waiting and self._has_room(self.waiting[0]):
+            self._start(self.waiting.pop(0))
         chunks = tuple(self._plan_chunks())
         prefilling = {chunk.work for chunk in chunks}  # Their first tokens are known only after the step.
         candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
@@ -298,11 +305,6 @@ class Scheduler:
         spare = sum(self._count_growth(other, other.max_tokens) > 0 for other in self.running.values())
         return bool(self.free) and needed + spare <= self.pool.available
 
-    def _admit(self) -> None:
-        """Start waiting requests in order while there is room."""
-        while self.waiting and self._has_room(self.waiting[0]):
-            self._start(self.waiting.pop(0))
-
     def _start(self, work: Work) -> None:
         """Give a request a place in the batch and pages for its text; note the snapshot that it continues."""
         stored, shared = self._find_shared(work)
@@ -335,11 +337,9 @@ class Scheduler:
         would take a program of its own, whose start and weights cost more than its tokens.
         """
 
-        def count_remaining(work: Work) -> int:
-            return len(work.text) - work.prefilled - work.skipped_steps * self.budget
-
         def get_order(work: Work) -> tuple[int, int, int]:
-            return (work.priority, count_remaining(work), work.arrival)
+            remaining = len(work.text) - work.prefilled - work.skipped_steps * self.budget
+            return work.priority, remaining, work.arrival
 
         budget = left = self.budget if self.waiting or len(self.running) > 1 else self.alone
         for work in sorted((work for work in self.running.values() if work.is_prefilling), key=get_order):
@@ -409,14 +409,13 @@ class Scheduler:
         return -(-tokens // self.page)
 
     def _release(self, work: Work, keep: int) -> None:
-        assert work.row is not None
         if self.reuse:
             text = work.prompt + tuple(work.output)
             keys = page_keys(text, self.page, work.salt, work.keys)[: keep // self.page]
             self.pool.register(keys, work.pages)
         self.pool.release(work.pages)
-        heapq.heappush(self.free, work.row)
-        del self.running[work.row]
+        heapq.heappush(self.free, work.place)
+        del self.running[work.place]
         self._changed.pop(work, None)
         self._restored = [pair for pair in self._restored if pair[0] is not work]
         work.row, work.pages, work.marks = None, [], []
