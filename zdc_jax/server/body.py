@@ -198,14 +198,11 @@ def describe_invalid(error: ValidationError, body: Any, kind: type[Body]) -> Req
       kind: class of the body.
     """
     findings = [Finding.locate(details, body) for details in error.errors(include_url=False)]
-    first, *others = findings
+    first = findings[0]
     chosen = [first]
     if first.union is not None:
-        start = first.path[: first.union]
-        branches = [
-            first,
-            *(each for each in others if (each.union, each.path[: each.union]) == (first.union, start)),
-        ]
+        union = first.union, first.path[: first.union]
+        branches = [each for each in findings if (each.union, each.path[: each.union]) == union]
         deepest = max(branches, key=lambda each: each.depth).path
         chosen = [each for each in branches if each.path == deepest]
         # A branch of the right type describes the value better than branches of other types.
