@@ -14,7 +14,7 @@ from zdc_jax.engine.checks import check_request, check_servable
 from zdc_jax.engine.inputs import ChunkInputs
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.pending import Call, DecodeGroup, PendingTokens, StartedStep, start_copy, take_tokens
+from zdc_jax.engine.pending import DecodeGroup, PendingTokens, StartedStep, start_copy, take_tokens
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.engine.runner import Runner
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
@@ -274,7 +274,7 @@ class Engine:
                 self._fail_running(error)
                 pending = []
         # A process that ends while its device computes is aborted.
-        jax.block_until_ready([call.on_device for each in pending for call in each.calls])
+        jax.block_until_ready([each.calls for each in pending])
 
     def _ends_a_lone_text(self, plan: Plan) -> bool:
         """Return whether a step reads the last chunk of a text while nothing else runs."""
@@ -334,7 +334,7 @@ class Engine:
                 scored = None if scores is None else (job, chunk, scores)
                 jobs = [(0, job)] if chunk.last else []
                 start_copy(scores)
-                started.pending.append(PendingTokens([Call(tokens)], jobs, scored))
+                started.pending.append(PendingTokens([start_copy(tokens)], jobs, scored))
             if frontier is not None:
                 self._decode(decoding, started, 1, frontier)
                 decoding = self._new_group()
@@ -356,7 +356,7 @@ class Engine:
             calls = [self._runner.choose_next(frontier, group.inputs)]
         else:
             calls = self._runner.decode(group.inputs, steps)
-        started.pending.append(PendingTokens(list(map(Call, calls)), group.jobs))
+        started.pending.append(PendingTokens(start_copy(calls), group.jobs))
 
     def _decode_guided(self, started: StartedStep, pending: list[PendingTokens]) -> list[PendingTokens]:
         """Decode sequences one step at a time, since masks depend on the tokens of the step before.
@@ -366,7 +366,7 @@ class Engine:
         """
         group, frontier = started.guided, started.frontier
         assert group is not None
-        calls: list[Call] = []
+        calls: list[SampledTokens] = []
         # Each part is delivered in a step of its own, but first tokens at once.
         parts = [PendingTokens(calls, group.jobs[step :: started.steps]) for step in range(started.steps)]
         at_once = [each for each in pending if len(each.calls) == 1]
@@ -379,7 +379,7 @@ class Engine:
             for part in (*pending, *parts):
                 part.show_guides()
             mask = group.make_mask(self.model.config.vocab_size)
-            calls.append(Call(self._runner.choose_next(frontier, group.inputs, mask)))
+            calls.append(start_copy(self._runner.choose_next(frontier, group.inputs, mask)))
             frontier = None
         return parts
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,29 +15,17 @@ from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.steps import Frontier, SampledTokens
 
 
-class Call:
-    """Tokens of one program, which are being copied to the host."""
-
-    def __init__(self, chosen: SampledTokens):
-        self.on_device = start_copy(chosen)
-
-    @cached_property
-    def tokens(self) -> SampledTokens:
-        """The tokens as NumPy arrays, once they are there."""
-        return jax.device_get(self.on_device)
-
-
 @dataclass
 class PendingTokens:
     """Tokens that are being copied to the host.
 
     Attributes:
-      calls: the programs that choose them, in order.
+      calls: tokens of each program that chooses some, in order; their copies have started (`start_copy`).
       jobs: index in the batch and job of each sequence.
       scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
     """
 
-    calls: list[Call]
+    calls: list[SampledTokens]
     jobs: Sequence[tuple[int, Job]]
     scored: tuple[Job, PrefillChunk, Scores] | None = None
     _shown: int = 0
@@ -48,13 +35,14 @@ class PendingTokens:
         new, self._shown = self.calls[self._shown :], len(self.calls)
         guided = [(row, job) for row, job in self.jobs if job.next_guide is not None]
         for call in new if guided else ():
+            chosen = jax.device_get(call)
             for row, job in guided:
-                tokens, _ = take_tokens(call.tokens, row)
+                tokens, _ = take_tokens(chosen, row)
                 job.show_guide(tokens)
 
     def wait(self) -> SampledTokens:
         """Wait for the tokens of all calls, and join them."""
-        *others, last = calls = [call.tokens for call in self.calls]
+        *others, last = calls = jax.device_get(self.calls)
         if not others:
             return last
         new = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *(chosen.new for chosen in calls))
