@@ -107,12 +107,12 @@ def _load_all(
 ) -> dict[str, Compiled]:
     """Load the programs that are stored, and log how many."""
     began = time.monotonic()
-    loaded = threads.map(stored_programs.load, files.values(), programs.values())
-    found = {name: program for name, program in zip(programs, loaded, strict=True) if program}
-    if found:
+    results = threads.map(stored_programs.load, files.values(), programs.values())
+    loaded = {name: program for name, program in zip(programs, results, strict=True) if program}
+    if loaded:
         seconds = time.monotonic() - began
-        logger.info("loaded %d of %d programs (%.1f s)", len(found), len(programs), seconds)
-    return found
+        logger.info("loaded %d of %d programs (%.1f s)", len(loaded), len(programs), seconds)
+    return loaded
 
 
 def needed_bytes(program: Compiled) -> int:

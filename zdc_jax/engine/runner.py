@@ -213,7 +213,7 @@ class Runner:
           sequences for `choose_next`. It is None if nothing decodes, or if decoding is left to `advance` or
           `decode`.
         """
-        (first, *more), advanced, decodes = chunks, None, decoding.active.any()
+        (first, *more), decodes = chunks, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
         count = self.grouping.several if more else 1
         packed = pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
@@ -227,10 +227,9 @@ class Runner:
         (self._state, self._tails), (frontiers, half, others) = self._programs[name](
             self._flat, FlatPrefillState(self._state, self._tails), self._send_table(), packed
         )
-        advanced = others if decodes and self.together else None
         pairs = zip(chunks, frontiers, strict=False)
         chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
-        return chosen, self._score(first, half), advanced
+        return chosen, self._score(first, half), others if decodes and self.together else None
 
     def _is_whole(self, chunk: ChunkInputs) -> bool:
         """Return whether a chunk is a whole text, to be split over devices."""
@@ -370,12 +369,12 @@ class Runner:
         for width in self._list_alone_widths() if self.together else self._widths:
             yield name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
-        cache, *others = self._state
+        state, frontier = self._state, self._frontier
         numbers = self._describe(self._pages.shape), self._describe((layout.rows, 1 + WIDTH))
-        arguments = self._flat, cache, self._frontier, *others, *numbers
-        given = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
-        given["out_shardings"] = _get_shardings((cache, self._frontier))
-        yield "decode", Program(advance_in_place, arguments, given)
+        arguments = self._flat, state.cache, frontier, state.last, state.done, *numbers
+        jit_options = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
+        jit_options["out_shardings"] = _get_shardings((state.cache, frontier))
+        yield "decode", Program(advance_in_place, arguments, jit_options)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
             loop = partial(run_flat, partial(decode_loop, self.steps, choice))
@@ -397,8 +396,8 @@ class Runner:
         """Return a program of layers whose packed inputs have this shape; it updates `state`."""
         arguments = self._flat, state, self._describe(self._pages.shape), self._describe(packed_shape)
         shardings = _get_shardings(state), self._where
-        given = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
-        return Program(step, arguments, given)
+        jit_options = {"donate_argnums": 1, "out_shardings": shardings, "compiler_options": options}
+        return Program(step, arguments, jit_options)
 
     def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """Describe numbers that the host sends."""

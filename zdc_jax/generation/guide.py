@@ -140,13 +140,13 @@ def make_mask(guides: Sequence[Guide | None], vocab: int) -> Int[np.ndarray, "B 
     Threads make those of guides that were slow the last time.
     """
     mask = full_mask(vocab, len(guides))
-    given = [(row, guide) for row, guide in enumerate(guides) if guide is not None]
-    quick = [(row, guide) for row, guide in given if not guide.is_slow]
-    slow = [(row, _start_threads().submit(guide.mask)) for row, guide in given if guide.is_slow]
+    guided = [(row, guide) for row, guide in enumerate(guides) if guide is not None]
+    quick = [(row, guide) for row, guide in guided if not guide.is_slow]
+    slow = [(row, _start_threads().submit(guide.mask)) for row, guide in guided if guide.is_slow]
     for row, guide in quick:
         mask[row] = guide.mask()
-    for row, made in slow:
-        mask[row] = made.result()
+    for row, future in slow:
+        mask[row] = future.result()
     return mask
 
 

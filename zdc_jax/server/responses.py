@@ -194,17 +194,15 @@ class ResponseRequest(StreamedRequest):
             messages.insert(0, system)
         if not messages:
             raise RequestError("input=[] must have at least 1 item", param="input")
+        same_fields = self.model_dump(include={"temperature", "top_p", "seed", "parallel_tool_calls"})
         return ChatRequest.model_validate(
-            {
+            same_fields
+            | {
                 "messages": messages,
                 "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "seed": self.seed,
                 "tools": [tool.to_chat() for tool in self.tools],
                 "tool_choice": choice.to_chat() if isinstance(choice := self.tool_choice, Body) else choice,
                 "response_format": self.text.format.to_chat(),
-                "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort,
             }
         )

@@ -72,15 +72,15 @@ class NamedTool(Body):
 def require_format(template: ChatTemplate) -> ToolFormat:
     """Return the format of calls that a chat template teaches; raise `RequestError` if it teaches none."""
     source = template.for_tools()
-    found = find_format(source.source) if "tools" in source.variables else None
-    if found is None:
+    format = find_format(source.source) if "tools" in source.variables else None
+    if format is None:
         names = ", ".join(each.name for each in FORMATS)
         raise RequestError(
             f"tools: the chat template of this model teaches no supported format of calls ({names}); "
             "leave tools out, or use another model",
             param="tools",
         )
-    return found
+    return format
 
 
 class ToolOutput:

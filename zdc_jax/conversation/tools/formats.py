@@ -24,12 +24,7 @@ def find_format(template: str) -> ToolFormat | None:
     """
     if any(text in template for text in OTHER_FORMATS):
         return None
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    if "<|tool_call|>" in template:
-        return GRANITE
-    if "<tool_call>" in template:
-        return HERMES
-    if '"parameters": ' in template and "ipython" in template:
-        return LLAMA3
-    return None
+    for format in (MISTRAL, GRANITE, HERMES):
+        if format.starts[0] in template:
+            return format
+    return LLAMA3 if '"parameters": ' in template and "ipython" in template else None
