@@ -353,8 +353,8 @@ def test_an_empty_key_is_refused(engine):
         make_app(engine, name="tiny", api_keys=["key", ""])
 
 
-def test_long_bodies(engine):
-    client = TestClient(make_app(engine, name="tiny", max_body_bytes=100))
+def test_long_bodies(client, monkeypatch):
+    monkeypatch.setattr("zdc_jax.server.app.MAX_BODY_BYTES", 100)
     body = json.dumps({"prompt": "on" * 100}).encode()
     for content in (body, iter([body])):
         described = error(client.post(COMPLETIONS, content=content), 413)

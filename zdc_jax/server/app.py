@@ -43,7 +43,7 @@ from zdc_jax.server.responses import ResponseRequest
 NewReply = Callable[..., Reply | ResponseReply]
 
 MAX_BODY_BYTES = 2**24
-"""Default limit on the size of a request."""
+"""Largest request; larger ones are refused."""
 LARGE_BODY_BYTES = 2**16
 """Size from which bodies are read in a thread: one of megabytes may take seconds."""
 GENERATION: dict[str, tuple[type[GenerationRequest | ResponseRequest], NewReply]] = {
@@ -60,7 +60,6 @@ def make_app(
     name: str,
     aliases: Sequence[str] = (),
     api_keys: Collection[str] = (),
-    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -71,12 +70,11 @@ def make_app(
       name: name of the model in the API and in metrics.
       aliases: further names of the model in the API.
       api_keys: keys of which clients must send one, except to `/`, `/health`, `/ping` and `/metrics`.
-      max_body_bytes: largest request; larger ones are refused.
 
     Raises:
       ValueError: a key is empty.
     """
-    api = Api(engine, (name, *aliases), Metrics(engine, name), max_body_bytes)
+    api = Api(engine, (name, *aliases), Metrics(engine, name))
     app = Starlette(routes=api.routes(make_guard(api_keys)), exception_handlers=HANDLERS)
     app.state.closing = False
     return app
@@ -90,13 +88,11 @@ class Api:
       engine: engine that answers requests.
       names: names of the model in the API.
       metrics: metrics of the server.
-      max_body_bytes: largest request.
     """
 
     engine: Serving
     names: tuple[str, ...]
     metrics: Metrics
-    max_body_bytes: int
 
     def routes(self, guard: Sequence[Middleware]) -> list[Route]:
         """Return the routes; clients pass `guard` first, except where programs watch the server."""
@@ -199,10 +195,8 @@ class Api:
         data = bytearray()
         async for part in http.stream():
             data += part
-            if len(data) > self.max_body_bytes:
-                raise RequestError(
-                    f"the body has more than {self.max_body_bytes:,} bytes; send less", status=413
-                )
+            if len(data) > MAX_BODY_BYTES:
+                raise RequestError(f"the body has more than {MAX_BODY_BYTES:,} bytes; send less", status=413)
         if len(data) < LARGE_BODY_BYTES:
             return read_body(kind, bytes(data))
         return await run_in_threadpool(read_body, kind, bytes(data))
