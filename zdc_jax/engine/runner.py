@@ -25,27 +25,12 @@ from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
 from zdc_jax.cache.paging.paged import Paged
 from zdc_jax.cache.specs.near_far import NearFar
 from zdc_jax.cache.tails import TailArrays
+from zdc_jax.engine import programs
 from zdc_jax.engine.choosing import SHAPE, Step, list_choosing, name_choosing, name_score
 from zdc_jax.engine.compiling import compile_all, needed_bytes
 from zdc_jax.engine.inputs import ChunkInputs, DecodeInputs, pack_chunks
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.programs import (
-    CHUNK_HEADER,
-    FlatPrefillState,
-    FlatState,
-    advance_in_place,
-    clear,
-    decode_loop,
-    name_decode_loop,
-    name_prefill,
-    name_prefill_and_decode,
-    name_prefill_whole,
-    prefill_and_decode,
-    prefill_chunk,
-    prefill_whole,
-    restore_tail,
-    run_flat,
-)
+from zdc_jax.engine.programs import CHUNK_HEADER, FlatPrefillState, FlatState
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.engine.uncompiled import Program
 from zdc_jax.errors import CacheMemoryError
@@ -188,7 +173,7 @@ class Runner:
         padded = np.full(self._pages.shape[1], self.layout.pages, np.int32)
         padded[: len(pages)] = pages
         if "clear" not in self._programs:  # Compiled at the first failure, since most engines have none.
-            program = _update(clear, self._state.cache, np.int32(row), padded)
+            program = _update(programs.clear, self._state.cache, np.int32(row), padded)
             self._programs["clear"] = program.compile()
         cache = self._programs["clear"](self._state.cache, np.int32(row), padded)
         self._state = self._state._replace(cache=cache)
@@ -218,12 +203,12 @@ class Runner:
         count = self.grouping.several if more else 1
         packed = pack_chunks(chunks, count, width, empty_row=self.layout.rows if self.together else 0)
         if self._is_whole(first):
-            name = name_prefill_whole(width)
+            name = programs.name_prefill_whole(width)
         elif self.together and (more or decodes or width < self._widths[0]):
-            name = name_prefill_and_decode(count, width)
+            name = programs.name_prefill_and_decode(count, width)
             packed = np.concatenate([packed, decoding.pack().ravel()])
         else:
-            name = name_prefill(width)
+            name = programs.name_prefill(width)
         (self._state, self._tails), (frontiers, half, others) = self._programs[name](
             self._flat, FlatPrefillState(self._state, self._tails), self._send_table(), packed
         )
@@ -245,7 +230,7 @@ class Runner:
         if steps == self.steps > 1 and not inputs.is_shaped:
             last = int(np.flatnonzero(inputs.active)[-1])
             count = next(count for count in self._row_counts if count > last)
-            program = self._programs[name_decode_loop(count, inputs.choice)]
+            program = self._programs[programs.name_decode_loop(count, inputs.choice)]
             packed = self._send(inputs.pack(count))
             self._state, chosen = program(self._flat, self._state, self._send_table(), packed)
             return [chosen]
@@ -349,36 +334,36 @@ class Runner:
         )
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            yield "restore tail", _update(restore_tail, self._state.cache, self._tails, pair)
+            yield "restore tail", _update(programs.restore_tail, self._state.cache, self._tails, pair)
 
         def prefill(step: Callable[..., Any], *lengths: int) -> Program:
             state = FlatPrefillState(self._state, self._tails)
-            return self._step(partial(run_flat, step), PREFILL_OPTIONS, state, sum(lengths))
+            return self._step(partial(programs.run_flat, step), PREFILL_OPTIONS, state, sum(lengths))
 
         sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in sizes if self.together else ():
-            step = partial(prefill_and_decode, count, self.grouping.longest, layout.rows)
+            step = partial(programs.prefill_and_decode, count, self.grouping.longest, layout.rows)
             lengths = count * CHUNK_HEADER, width, layout.rows * (1 + WIDTH)
-            yield name_prefill_and_decode(count, width), prefill(step, *lengths)
+            yield programs.name_prefill_and_decode(count, width), prefill(step, *lengths)
         if (chunk := self.whole) is not None:
             doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
             for width in {self._pad_width(chunk << i) for i in doublings}:
-                yield name_prefill_whole(width), prefill(prefill_whole, CHUNK_HEADER, width)
+                yield programs.name_prefill_whole(width), prefill(programs.prefill_whole, CHUNK_HEADER, width)
         # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
-        alone = partial(prefill_and_decode, 1, 0, 0) if self.together else prefill_chunk
+        alone = partial(programs.prefill_and_decode, 1, 0, 0) if self.together else programs.prefill_chunk
         for width in self._list_alone_widths() if self.together else self._widths:
-            yield name_prefill(width), prefill(alone, CHUNK_HEADER, width)
+            yield programs.name_prefill(width), prefill(alone, CHUNK_HEADER, width)
         options = _choose_decode_options(self._network, layout)
         state, frontier = self._state, self._frontier
         numbers = self._describe(self._pages.shape), self._describe((layout.rows, 1 + WIDTH))
         arguments = self._flat, state.cache, frontier, state.last, state.done, *numbers
         jit_options = {"donate_argnums": (1, 2), "keep_unused": True, "compiler_options": options}
         jit_options["out_shardings"] = _get_shardings((state.cache, frontier))
-        yield "decode", Program(advance_in_place, arguments, jit_options)
+        yield "decode", Program(programs.advance_in_place, arguments, jit_options)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for count, choice in itertools.product(self._row_counts, choices):
-            loop = partial(run_flat, partial(decode_loop, self.steps, choice))
-            name = name_decode_loop(count, choice)
+            loop = partial(programs.run_flat, partial(programs.decode_loop, self.steps, choice))
+            name = programs.name_decode_loop(count, choice)
             yield name, self._step(loop, options, self._state, count, 1 + WIDTH)
 
     def _list_alone_widths(self) -> list[int]:
@@ -409,8 +394,8 @@ class Runner:
         Programs with several chunks or with long ones are left out if they do not fit.
         """
         several, widest = self.grouping.several, self._widths[0]
-        grouped = name_prefill_and_decode(several, widest) if several > 1 else None
-        long = {name_prefill(width): width for width in self._list_alone_widths() if width > widest}
+        grouped = programs.name_prefill_and_decode(several, widest) if several > 1 else None
+        long = {programs.name_prefill(width): width for width in self._list_alone_widths() if width > widest}
         if (free := free_device_bytes()) is None:
             return
         for name, program in self._programs.items():
