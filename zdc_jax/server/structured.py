@@ -53,7 +53,7 @@ class StructuredOutputs(Body):
       json_object: whether the answer is any JSON object.
     """
 
-    json_schema: Schema | None = Field(None, alias="json")
+    json_schema: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = None
@@ -73,7 +73,7 @@ class StructuredRequest(ModelRequest):
     """
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
@@ -100,20 +100,18 @@ class StructuredRequest(ModelRequest):
 
     def _list_sources(self) -> list[tuple[str, Callable[[Any], Grammar], Any]]:
         """Return the name of each field that binds the answer, its kind of grammar, and its source."""
+        outputs = self.structured_outputs
         sources: list[tuple[str, Callable[[Any], Grammar], Any]] = [
             ("guided_json", Grammar.json, self.guided_json),
             ("guided_regex", Grammar.regex, self.guided_regex),
             ("guided_choice", Grammar.choice, self.guided_choice),
             ("guided_grammar", Grammar.text, self.guided_grammar),
+            ("structured_outputs.json", Grammar.json, outputs.json_schema),
+            ("structured_outputs.regex", Grammar.regex, outputs.regex),
+            ("structured_outputs.choice", Grammar.choice, outputs.choice),
+            ("structured_outputs.grammar", Grammar.text, outputs.grammar),
+            ("structured_outputs.json_object", Grammar.json, ANY_OBJECT if outputs.json_object else None),
         ]
-        if (outputs := self.structured_outputs) is not None:
-            sources += [
-                ("structured_outputs.json", Grammar.json, outputs.json_schema),
-                ("structured_outputs.regex", Grammar.regex, outputs.regex),
-                ("structured_outputs.choice", Grammar.choice, outputs.choice),
-                ("structured_outputs.grammar", Grammar.text, outputs.grammar),
-                ("structured_outputs.json_object", Grammar.json, ANY_OBJECT if outputs.json_object else None),
-            ]
         if (answer := self.response_format) is not None and answer.type != "text":
             schema: Schema | None = None
             if answer.type == "json_schema":
