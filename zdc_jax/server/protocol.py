@@ -188,13 +188,15 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
         stop_tokens = () if self.ignore_eos else stop_tokens
         stops = tuple(dict.fromkeys([*stop_tokens, *self.stop_token_ids]))
         samplings = self._build_samplings(model)
+        with report_errors_of("stop"):
+            stop = stop_strings(model, self.stop)
         requests = [
             EngineRequest(
                 prompt=tuple(prompt),
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop_tokens=stops,
-                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+                stop=stop,
                 ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens,
                 logprobs=logprobs,
@@ -205,7 +207,9 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
             for prompt, max_tokens in prompts
             for sampling in samplings
         ]
-        self._check_stops(requests[0], model)
+        with report_errors_of(param := "stop_token_ids"):
+            check_in_vocabulary(param, self.stop_token_ids, model)
+            resolve_stop_ids(model, requests[0], name=param)
         return requests
 
     def _build_samplings(self, model: TextModel) -> list[Sampling]:
@@ -242,14 +246,6 @@ class GenerationRequest(StructuredRequest, StreamedRequest, ABC):
         if room < fewest:
             raise make_length_error(param, len(prompt), limit or fewest, max_model_len)
         return min(limit or room, room)
-
-    def _check_stops(self, request: EngineRequest, model: TextModel) -> None:
-        """Raise `RequestError` if the engine would refuse the stop strings or stop tokens of a request."""
-        with report_errors_of("stop"):
-            stop_strings(model, self.stop)
-        with report_errors_of(param := "stop_token_ids"):
-            check_in_vocabulary(param, self.stop_token_ids, model)
-            resolve_stop_ids(model, request, name=param)
 
 
 class CompletionRequest(GenerationRequest):
