@@ -46,7 +46,6 @@ class Run:
       sequences: output of each prompt.
       chosen: tokens of each sequence that the host has read. `settled` returns all tokens.
       seconds: time spent in each stage, as in `Timings`.
-      kv_bytes: size of the cache in bytes, known after prefill.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Run:
         self._shaping = self._guided(Shaping.of(model, request.samplings, request.prompts))
         self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
-        self.kv_bytes = 0
 
     def deltas(self, steps: int) -> Iterator[Delta]:
         """Yield the new tokens of each sequence after prefill and after each `steps` decode steps.
@@ -125,8 +123,10 @@ class Run:
 
     def result(self) -> Generation:
         """Return all completions; every sequence must have ended."""
+        assert self.state is not None, "the run has not ended"
         completions = tuple(sequence.completion() for sequence in self.sequences)
-        return Generation(completions, self.kv_bytes, self.request.capacity, Timings(**self.seconds))
+        kv_bytes = self.state.cache.bytes()
+        return Generation(completions, kv_bytes, self.request.capacity, Timings(**self.seconds))
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -142,7 +142,6 @@ class Run:
         if self._on_mesh:
             network.check_fits(len(lengths), request.capacity)
             state, result = self._prefill_on_mesh(lengths)
-            self.kv_bytes = state.cache.bytes()
             return state, [result]
         cache, self.cache = self.cache, None  # The steps donate its arrays.
         cached = np.zeros_like(lengths) if cache is None else np.asarray(cache.lengths)
@@ -175,7 +174,6 @@ class Run:
             )
             results.append(result)
             start += width
-        self.kv_bytes = state.cache.bytes()
         return state, results
 
     def _prefill_new(self, lengths: np.ndarray, width: int) -> tuple[DecodeState, list[SampledTokens]]:
@@ -193,7 +191,6 @@ class Run:
             choice=self._choice,
             implementation=self._implementation,
         )
-        self.kv_bytes = state.cache.bytes()
         return state, [result]
 
     def _prefill_on_mesh(self, lengths: np.ndarray) -> tuple[DecodeState, SampledTokens]:
