@@ -1,5 +1,6 @@
 """Response of /v1/responses: output items that grow with the answer, and the events of a stream."""
 
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -76,7 +77,7 @@ class ResponseReply:
         self._answer = Answer(
             speller=Speller(model.tokenizer, self._request), tools=body.make_tool_output(model)
         )
-        self._items, self._events = list[OutputItem](), 0
+        self._items, self._numbers = list[OutputItem](), itertools.count()
 
     async def stream(self, answers: Answers) -> AsyncIterator[bytes]:
         """Yield server-sent events, each with its type as the name."""
@@ -189,9 +190,7 @@ class ResponseReply:
         return self._make_event(kind, item_id=item.id, output_index=item.index, **fields)
 
     def _make_event(self, kind: str, **fields: Any) -> StreamEvent:
-        event = {"type": kind, "sequence_number": self._events} | fields
-        self._events += 1
-        return event
+        return {"type": kind, "sequence_number": next(self._numbers)} | fields
 
 
 def _name_event(event: StreamEvent) -> bytes:
