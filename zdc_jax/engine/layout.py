@@ -97,11 +97,10 @@ class Layout:
             return cls(rows, capacity, rows, capacity, None, tuple(specs))
         pages_each = -(-longest // page)
         wanted = rows * pages_each if cache_tokens is None else cache_tokens // page
-        layout = cls(rows, pages_each * page, wanted, page, 0, tuple(specs))
+        tails = TAILS_A_ROW * rows if reuse else 0
+        layout = cls(rows, pages_each * page, wanted, page, tails, tuple(specs))
         if not layout._unpaged_bytes(specs):
             layout = replace(layout, tails=None)
-        elif reuse:
-            layout = replace(layout, tails=TAILS_A_ROW * rows)
         if (free := free_bytes()) is not None:
             fitting = layout._count_fitting_pages(specs, free if cache_tokens else int(SHARE * free))
             if cache_tokens and wanted > fitting:
