@@ -9,10 +9,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
+from zdc_jax.cache.codes.code import Code
+from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.evicting import Evicting, Scoring
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
@@ -39,6 +41,24 @@ class EvictingSettings(MethodSettings):
             raise PlanError(f"kept={self.kept} must be a positive multiple of 8")
         if self.block < 8 or self.block & (self.block - 1):
             raise PlanError(f"block={self.block} must be a power of two of at least 8")
+
+
+@dataclass(frozen=True)
+class IntegerSettings(MethodSettings):
+    """Options of methods that store integers with a scale and a zero point for each group.
+
+    Attributes:
+      bits: bits of an integer: 2, 3, 4 or 8.
+      group: integers of a group. Where the groups of a token do not divide a rank, they have the largest
+        divisor of the rank below `group`.
+    """
+
+    bits: int = 4
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        check_one_of("bits", self.bits, (2, 3, 4, 8))
+        check_range("group", self.group, 2, 1024)
 
 
 @cache
@@ -76,10 +96,25 @@ def evicting_layers(
 ) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers for an eviction method with the scores `scoring(settings)`."""
 
-    def far(settings: EvictingSettings) -> Callable[..., LayerCacheSpec]:
-        return partial(Evicting, kept=settings.kept, block=settings.block, scoring=scoring(settings))
+    def create_spec(settings: EvictingSettings, **shape: Any) -> Evicting:
+        return Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring(settings))
 
-    return far_layers(plan, dtype, far)
+    return far_layers(plan, dtype, create_spec)
+
+
+def coded_layers(
+    plan: PlannedLayers, dtype: str, create_codes: Callable[[Any], tuple[Code, Code]]
+) -> tuple[LayerCacheSpec, ...]:
+    """Return the specs of all layers for a method that stores all tokens, quantized.
+
+    `create_codes(settings)` returns the quantization of keys and that of values.
+    """
+
+    def create_spec(settings: MethodSettings, **shape: Any) -> CodedStore:
+        keys, values = create_codes(settings)
+        return CodedStore(**shape, key_code=keys, value_code=values)
+
+    return far_layers(plan, dtype, create_spec)
 
 
 def _to_hashable(value: Any) -> Any:
@@ -109,18 +144,18 @@ def check_range(name: str, value: Any, least: int, most: int) -> None:
 
 
 def far_layers(
-    plan: PlannedLayers, dtype: str, far: Callable[[Any], Callable[..., LayerCacheSpec]]
+    plan: PlannedLayers, dtype: str, create_spec: Callable[..., LayerCacheSpec]
 ) -> tuple[LayerCacheSpec, ...]:
-    """Return `far(settings)(**layer_shape)` for each layer that stores far tokens, with the layer's settings.
+    """Return `create_spec(settings, **shape)` for each layer that stores far tokens.
 
-    Layers without far tokens (rank 0 or sliding windows) are rings in all methods.
+    `settings` are those of the layer, and `shape` is its `layer_shape`. Layers without far tokens (rank 0 or
+    sliding windows) are rings in all methods.
     """
-
-    def create_spec(index: int) -> LayerCacheSpec:
-        shape = layer_shape(plan, dtype, index)
-        return (far(plan.settings_of(index)) if shape["R"] else PrefixRing)(**shape)
-
-    return tuple(map(create_spec, range(len(plan.layers))))
+    shapes = [layer_shape(plan, dtype, index) for index in range(len(plan.layers))]
+    return tuple(
+        create_spec(plan.settings_of(index), **shape) if shape["R"] else PrefixRing(**shape)
+        for index, shape in enumerate(shapes)
+    )
 
 
 def layer_shape(plan: PlannedLayers, dtype: str, index: int) -> dict[str, Any]:

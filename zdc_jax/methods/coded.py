@@ -7,10 +7,8 @@ Loki (Singhania et al. 2024), and it is part of the store, not a copy. The rotat
 weights (`zdc_jax.fold`), so that they cost nothing at run time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from zdc_jax.cache.codes.code import Split
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
@@ -131,15 +129,15 @@ def _quantize_near(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCache
     return CodedRing.of(spec, NEAR_CODE)
 
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    """Return the constructor of a layer's spec, with the arguments that its settings determine."""
+def _create_far_spec(settings: Settings, **shape: Any) -> LayerCacheSpec:
     bits = settings.bits_index, settings.bits_k, settings.bits_v
     index, keys, values = map(FittedIntegers, bits)
     if not settings.read:
         key_code = Split(settings.index, index, keys) if settings.index else keys
-        return partial(CodedStore, key_code=key_code, value_code=values)
-    return partial(
-        HostedChoosing if settings.memory == "host" else CodedChoosing,
+        return CodedStore(**shape, key_code=key_code, value_code=values)
+    choosing = HostedChoosing if settings.memory == "host" else CodedChoosing
+    return choosing(
+        **shape,
         index=settings.index,
         read=settings.read,
         page=settings.page,

@@ -7,15 +7,12 @@ until their block is quantized. Low rank and outliers belong to each block of `g
 compute them for whole prompts, which costs fewer bytes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from zdc_jax.cache.codes.residual import MAX_VECTOR_LENGTH, Gear
-from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import check_one_of, check_range, far_layers
+from zdc_jax.methods import check_one_of, check_range, coded_layers
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
@@ -46,9 +43,9 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_codes(settings: Settings) -> tuple[Gear, Gear]:
+        options = settings.bits, settings.group, settings.rank, settings.outliers
+        return Gear(*options, by_channel=True), Gear(*options, by_channel=False)
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    code = partial(Gear, settings.bits, settings.group, settings.rank, settings.outliers)
-    return partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))
+    return coded_layers(plan, dtype, create_codes)

@@ -3,9 +3,8 @@
 The paper uses the principal components of keys, which are a basis of kind `keys`. Any ordered basis works.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from zdc_jax.cache.specs.choosing import LeadingScores
 from zdc_jax.cache.specs.spec import LayerCacheSpec
@@ -29,8 +28,8 @@ class Settings(MethodSettings):
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     check_calibrated(plan, "loki")
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_spec(settings: Settings, **shape: Any) -> LeadingScores:
+        return LeadingScores(**shape, index=settings.index, read=settings.read)
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    return partial(LeadingScores, index=settings.index, read=settings.read)
+    return far_layers(plan, dtype, create_spec)

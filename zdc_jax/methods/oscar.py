@@ -10,26 +10,22 @@ Differences from the paper: each KV head has rotations of its own, as in the lat
 code; and scales and minima are rounded to bfloat16 so that the levels enclose the clipped coordinates.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from zdc_jax.cache.codes.integers import ClippedIntegers
 from zdc_jax.cache.specs.late_store import LateStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import check_calibrated, check_one_of, check_range, far_layers
-from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
+from zdc_jax.methods import IntegerSettings, check_calibrated, far_layers
+from zdc_jax.planned_layers import PlannedLayers, Rotations
 
 
 @dataclass(frozen=True)
-class Settings(MethodSettings):
-    """Settings of the method.
+class Settings(IntegerSettings):
+    """Settings of the method. A group has coordinates of one token and head.
 
     Attributes:
-      bits: bits of an integer: 2, 3, 4 or 8.
-      group: coordinates of a token and head that share a scale and a zero point. Where a rank is no multiple
-        of `group`, groups have the largest divisor of the rank below `group`.
       clip_k: share of the coordinates of a key that are not clipped, above 0 and at most 1.
       clip_v: share of the coordinates of a value, as for keys.
     """
@@ -40,8 +36,7 @@ class Settings(MethodSettings):
     clip_v: float = 0.92
 
     def __post_init__(self) -> None:
-        check_one_of("bits", self.bits, (2, 3, 4, 8))
-        check_range("group", self.group, 2, 1024)
+        super().__post_init__()
         for name in ("clip_k", "clip_v"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value <= 1:
@@ -58,11 +53,12 @@ def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
       PlanError: the plan has no calibrated basis.
     """
     check_calibrated(plan, "oscar", "zdc calibrate MODEL TEXT --qk oscar --vo oscar")
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_spec(settings: Settings, **shape: Any) -> LateStore:
+        keys, values = (
+            ClippedIntegers(settings.bits, settings.group, clip)
+            for clip in (settings.clip_k, settings.clip_v)
+        )
+        return LateStore(**shape, key_code=keys, value_code=values)
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    keys, values = (
-        ClippedIntegers(settings.bits, settings.group, clip) for clip in (settings.clip_k, settings.clip_v)
-    )
-    return partial(LateStore, key_code=keys, value_code=values)
+    return far_layers(plan, dtype, create_spec)

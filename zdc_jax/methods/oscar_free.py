@@ -9,33 +9,19 @@ signs are random in the Hadamard matrix; and scales and zero points are those of
 also have slots in the store.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from zdc_jax.cache.codes.integers import ScaledChannelIntegers, TokenIntegers
-from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import check_one_of, check_range, far_layers
-from zdc_jax.planned_layers import MethodSettings, PlannedLayers, Rotations
+from zdc_jax.methods import IntegerSettings, coded_layers
+from zdc_jax.planned_layers import PlannedLayers, Rotations
 
 
 @dataclass(frozen=True)
-class Settings(MethodSettings):
-    """Settings of the method.
-
-    Attributes:
-      bits: bits of an integer: 2, 3, 4 or 8.
-      group: tokens of a key channel, or channels of a value, that share a scale and a zero point, as in
-        `kivi`.
-    """
+class Settings(IntegerSettings):
+    """Settings of the method. A group has tokens of a key channel, or channels of a value."""
 
     bits: int = 2
-    group: int = 32
-
-    def __post_init__(self) -> None:
-        check_one_of("bits", self.bits, (2, 3, 4, 8))
-        check_range("group", self.group, 2, 1024)
 
     def rotations(self, R: int, Z: int) -> Rotations:
         return (R,), (Z,)
@@ -43,9 +29,10 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_codes(settings: Settings) -> tuple[ScaledChannelIntegers, TokenIntegers]:
+        return ScaledChannelIntegers(settings.bits, settings.group), TokenIntegers(
+            settings.bits, settings.group
+        )
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    keys, values = (code(settings.bits, settings.group) for code in (ScaledChannelIntegers, TokenIntegers))
-    return partial(CodedStore, key_code=keys, value_code=values)
+    return coded_layers(plan, dtype, create_codes)

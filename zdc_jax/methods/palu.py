@@ -24,4 +24,4 @@ class Settings(MethodSettings):
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
     check_calibrated(plan, "palu")
-    return far_layers(plan, dtype, lambda _: Latents)
+    return far_layers(plan, dtype, lambda _, **shape: Latents(**shape))

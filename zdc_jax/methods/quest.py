@@ -4,9 +4,8 @@ The paper reads prompts exactly and does not compress the first two layers. Here
 chooses, for tokens of a prompt too, unless the prompt is read exactly.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from zdc_jax.cache.specs.choosing import PageBounds
 from zdc_jax.cache.specs.spec import LayerCacheSpec
@@ -29,8 +28,8 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_spec(settings: Settings, **shape: Any) -> PageBounds:
+        return PageBounds(**shape, read=settings.read, page=settings.page)
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    return partial(PageBounds, read=settings.read, page=settings.page)
+    return far_layers(plan, dtype, create_spec)

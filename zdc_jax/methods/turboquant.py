@@ -4,14 +4,11 @@ Both keys and values use the paper's quantization of least mean square error. vL
 keys, and integers for values. A token is quantized when it arrives.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from zdc_jax.cache.codes.gaussian import TurnedGaussian
-from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import LayerCacheSpec
-from zdc_jax.methods import check_one_of, far_layers
+from zdc_jax.methods import check_one_of, coded_layers
 from zdc_jax.planned_layers import MethodSettings, PlannedLayers
 
 
@@ -34,9 +31,8 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, _create_far_spec)
 
+    def create_codes(settings: Settings) -> tuple[TurnedGaussian, TurnedGaussian]:
+        return TurnedGaussian(settings.bits_k), TurnedGaussian(settings.bits_v)
 
-def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
-    return partial(CodedStore, key_code=keys, value_code=values)
+    return coded_layers(plan, dtype, create_codes)

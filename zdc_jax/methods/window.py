@@ -5,7 +5,6 @@ the length that the model was trained for; this library ends there.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from zdc_jax.cache.specs.prefix_ring import PrefixRing
 from zdc_jax.cache.specs.spec import LayerCacheSpec
@@ -29,9 +28,4 @@ def layer_caches(plan: PlannedLayers, dtype: str) -> tuple[LayerCacheSpec, ...]:
         raise PlanError(
             f"window={plan.window} must be at least 1 token, because method 'window' stores no older tokens"
         )
-    return far_layers(plan, dtype, lambda _: _create_ring)
-
-
-def _create_ring(**shape: Any) -> PrefixRing:
-    """Create a ring of the layer's sinks and window, without far tokens."""
-    return PrefixRing(**shape | {"R": 0, "Z": 0})
+    return far_layers(plan, dtype, lambda _, **shape: PrefixRing(**shape | {"R": 0, "Z": 0}))
