@@ -157,7 +157,7 @@ class Basis:
           CheckpointError: the folder is missing, corrupt or of another format version.
         """
         optional = {"q_rms", "k_rms", "v_rms", "k_latent", "key_shift", "shifted", "key_mean"}
-        values = load_fields(folder, "basis", {f.name for f in fields(cls)} - optional, optional=optional)
+        values = load_fields(folder, "basis", {f.name for f in fields(cls)}, optional=optional)
         basis = cls(**values)
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
         if not basis.k_map.shape == basis.v_map.shape == square:
@@ -217,8 +217,8 @@ def load_fields(
     Args:
       folder: folder that contains the two files.
       kind: stem of the file names.
-      names: required fields.
-      optional: fields that older releases do not write.
+      names: expected fields.
+      optional: fields that may be missing, because older releases do not write them.
 
     Raises:
       CheckpointError: the folder is missing, corrupt or of another format version, or the sha256 of the

@@ -79,9 +79,8 @@ class Profile:
         Raises:
           CheckpointError: the folder is missing, corrupt or of another format version.
         """
-        optional = {"basis"}
-        names = {f.name for f in fields(cls)} - optional
-        profile = cls(**load_fields(folder, "profile", names, optional=optional))
+        names = {f.name for f in fields(cls)}
+        profile = cls(**load_fields(folder, "profile", names, optional={"basis"}))
         L, W, Q = len(profile.far_nats), len(profile.windows), len(profile.ranks)
         for name, expected in {"far_write": (L, W), "score_error": (L, Q), "value_error": (L, Q)}.items():
             if (shape := getattr(profile, name).shape) != expected:
