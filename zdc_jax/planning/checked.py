@@ -7,6 +7,7 @@ adds the predicted difference in the layers that differ.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product, starmap
 
 import numpy as np
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from scipy.special import ndtr
 
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.forecast import Draft, Forecast
-from zdc_jax.planning.layer_costs import LayerCosts, build_layer
+from zdc_jax.planning.layer_costs import build_layer
 from zdc_jax.planning.predictor import check_limit
 
 CHECKS = 12
@@ -108,13 +109,8 @@ class Surrogate:
     def _list_changes(self, best: Draft) -> Iterator[Draft]:
         """Yield `best` with every window, combined with every choice for one of its layers."""
         for window, costs in self.forecast.costs.items():
-            choices = _list_choices(costs)
+            choices = [LayerRanks(0, 0), *starmap(build_layer, product(costs.keys, costs.values))]
             for layer in range(len(best.layers)):
                 for ranks in choices:
                     layers = (*best.layers[:layer], ranks, *best.layers[layer + 1 :])
                     yield self.forecast.draft(layers, window)
-
-
-def _list_choices(costs: LayerCosts) -> list[LayerRanks]:
-    """Return everything that a layer can store."""
-    return [LayerRanks(0, 0), *(build_layer(keys, values) for keys in costs.keys for values in costs.values)]

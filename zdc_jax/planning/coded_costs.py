@@ -16,9 +16,9 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache.codes.gaussian import gaussian_distortion
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods.coded import INDEX_STEP, Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
+from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import CODED_NEAR, LayerCosts, Precision
+from zdc_jax.planning.layer_costs import CODED_NEAR, LayerCosts, Precision, nearest_rank
 from zdc_jax.planning.profile import SINKS, Profile
 
 KEY_PRECISIONS = (
@@ -49,13 +49,8 @@ INDEX_SHARE = 1 / 4
 def coded_levels(head_dim: int) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
     """Return the precisions of keys and of values, by increasing size."""
     index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
-    allowed = np.array(allowed_ranks(head_dim)[1:])
-
-    def round_rank(share: float) -> int:
-        return int(allowed[np.abs(allowed - share * head_dim).argmin()])
-
     keys = {
-        Precision(round_rank(share), bits, *((index, bits_index) if bits_index else ()))
+        Precision(nearest_rank(head_dim, share), bits, *((index, bits_index) if bits_index else ()))
         for share, bits, bits_index in KEY_PRECISIONS
     }
     values = tuple(Precision(head_dim, bits) for bits in VALUE_BITS)
@@ -144,7 +139,6 @@ def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis) -> Forec
         window: predict_costs(basis, profile.far_nats * relative_write[:, index], config.head_dim)
         for index, window in enumerate(profile.windows.tolist())
     }
-
     return Forecast(
         full=CompressionPlan.full(config).for_model(profile.fingerprint),
         floor=0.0,

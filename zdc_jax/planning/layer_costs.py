@@ -5,6 +5,7 @@ Costs are increases of the mean negative log-likelihood. Not part of the ZDC pap
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -118,9 +119,12 @@ def _find_level(levels: Sequence[Precision], precision: Precision) -> int:
 
 def rank_levels(head_dim: int) -> tuple[int, ...]:
     """Return the ranks at which single layers are measured: about H/8, H/4, H/2, 3H/4 and H."""
-    allowed = np.array(allowed_ranks(head_dim)[1:])
-    targets = (head_dim * share for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1))
-    return tuple(sorted({int(allowed[np.abs(allowed - rank).argmin()]) for rank in targets}))
+    return tuple(sorted({nearest_rank(head_dim, share) for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)}))
+
+
+def nearest_rank(head_dim: int, share: float) -> int:
+    """Return the allowed rank above 0 that is closest to a share of the head dim."""
+    return min(allowed_ranks(head_dim)[1:], key=lambda rank: abs(rank - share * head_dim))
 
 
 def list_reductions(
@@ -144,13 +148,10 @@ def list_reductions(
         keys, values = precisions(now)
         smaller_keys = _list_smaller(costs.keys, keys, single)
         smaller_values = _list_smaller(costs.values, values, single)
-        both = [] if single else [build_layer(k, v) for k in smaller_keys for v in smaller_values]
-        smaller = [
-            *(build_layer(k, values) for k in smaller_keys),
-            *(build_layer(keys, v) for v in smaller_values),
-            *both,
-        ]
-        for ranks in [LayerRanks(0, 0), *smaller]:
+        smaller = [*product(smaller_keys, [values]), *product([keys], smaller_values)]
+        if not single:
+            smaller += product(smaller_keys, smaller_values)
+        for ranks in [LayerRanks(0, 0), *starmap(build_layer, smaller)]:
             saved = _compute_size(now) - _compute_size(ranks)
             price = (costs.of(layer, ranks) - costs.of(layer, now)) / saved
             steps.append((price, -saved, layer, ranks))

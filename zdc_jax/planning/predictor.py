@@ -9,7 +9,6 @@ and any limit.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from numbers import Real
 from typing import NamedTuple, Self
@@ -127,7 +126,7 @@ class Predictor:
     @classmethod
     def stored(cls) -> Self:
         """Load the predictor that is part of the package."""
-        return cls.from_json(_read_stored())
+        return cls.from_json((resources.files("zdc_jax.planning") / "predictor.json").read_text())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -226,8 +225,3 @@ def check_limit(max_degradation: float) -> None:
     """Raise `PlanError` unless `max_degradation` is a number between 0 and 1."""
     if not (isinstance(max_degradation, Real) and 0 < max_degradation < 1):
         raise PlanError(f"{max_degradation=} must lie strictly between 0 and 1 (0.02 means 2 %)")
-
-
-@cache
-def _read_stored() -> str:
-    return (resources.files("zdc_jax.planning") / "predictor.json").read_text()
