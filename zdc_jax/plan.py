@@ -132,14 +132,8 @@ class CompressionPlan(PlannedLayers):
         A sliding-window layer keeps its window, or gets the plan's window if that is shorter and the ranks of
         the layer are 0.
         """
-        layers = []
-        for spec, layer in zip(config.layers, ranks, strict=True):
-            if spec.window is not None:
-                layer_window = spec.window if layer.qk else min(spec.window, window or spec.window)
-                layer = LayerRanks(0, 0, layer_window)
-            layers.append(layer)
         return cls(
-            tuple(layers),
+            _fit_windows(config, ranks, window),
             config.num_kv_heads,
             config.head_dim,
             sinks=sinks,
@@ -194,15 +188,7 @@ class CompressionPlan(PlannedLayers):
 
     def within(self, config: ModelConfig) -> Self:
         """Return the plan adapted to the sliding-window layers of a model, as in `of_layers`."""
-        plan = self.of_layers(
-            config,
-            self.layers,
-            window=self.window,
-            sinks=self.sinks,
-            method=self.method,
-            settings=self.settings,
-        )
-        return replace(self, layers=plan.layers)
+        return replace(self, layers=_fit_windows(config, self.layers, self.window))
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:
         """Raise `PlanError` if this plan was made for another model."""
@@ -261,7 +247,10 @@ class CompressionPlan(PlannedLayers):
         for name, default in (("rotated", True), ("settings", {})):
             if value[name] == default:
                 del value[name]
-        value["layers"] = [_drop_defaults(layer) for layer in value["layers"]]
+        value["layers"] = [
+            {name: item for name, item in layer.items() if item is not None and item is not False}
+            for layer in value["layers"]
+        ]
         return value
 
     def save(self, path: str | Path) -> None:
@@ -342,13 +331,19 @@ class CompressionPlan(PlannedLayers):
         return plan
 
 
+def _fit_windows(config: ModelConfig, ranks: Sequence[LayerRanks], window: int) -> tuple[LayerRanks, ...]:
+    """Return the layers of a plan with this window, as `CompressionPlan.of_layers` describes."""
+    layers = []
+    for spec, layer in zip(config.layers, ranks, strict=True):
+        if spec.window is not None:
+            layer = LayerRanks(0, 0, spec.window if layer.qk else min(spec.window, window or spec.window))
+        layers.append(layer)
+    return tuple(layers)
+
+
 @lru_cache(maxsize=256)
 def _layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     return methods.named(plan.method).layer_caches(plan, dtype)
-
-
-def _drop_defaults(layer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layer.items() if value is not None and value is not False}
 
 
 def _layers_from_json(value: Any, read_settings: Callable[[Any], MethodSettings]) -> tuple[LayerRanks, ...]:
