@@ -8,7 +8,6 @@ from typing import Literal, get_args
 from zdc_jax import methods
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, PlanError
 from zdc_jax.plan import CompressionPlan
 
@@ -92,24 +91,26 @@ def preset_plan(name: str, checkpoint: Checkpoint) -> CompressionPlan | None:
     if name == "none":
         return None
     if name == "small":
-        plan = default_plan(checkpoint.path)
-        if plan is None:
+        if (plan := default_plan(checkpoint.path)) is None:
             raise PlanError(
                 f"plan='small': {checkpoint.path} has no judged plan; run `zdc compress` to make one, "
                 "or use plan='4bit'"
             )
         return plan
-    basis = _read_basis(checkpoint) if name != "8bit" else None
-    if name == "3bit" and basis is None:
-        raise CalibrationError(
-            f"plan='3bit': {checkpoint.path} is not calibrated; {checkpoint.calibration_advice}, "
-            "or use plan='4bit'"
-        )
-    if name == "3bit" and basis is not None and (noise := mean_noise(basis)) > MOST_NOISE:
-        raise PlanError(
-            f"plan='3bit': would lose too much on this model, whose calibrated score noise is {noise:.1f}; "
-            f"at most {MOST_NOISE} is allowed; use plan='4bit', or let `zdc compress` choose and judge a plan"
-        )
+    folder = checkpoint.calibration_path / "basis"
+    basis = Basis.load(folder) if name != "8bit" and folder.exists() else None
+    if name == "3bit":
+        if basis is None:
+            raise CalibrationError(
+                f"plan='3bit': {checkpoint.path} is not calibrated; {checkpoint.calibration_advice}, "
+                "or use plan='4bit'"
+            )
+        if (noise := mean_noise(basis)) > MOST_NOISE:
+            raise PlanError(
+                "plan='3bit': would lose too much on this model, whose calibrated score noise is "
+                f"{noise:.1f}; at most {MOST_NOISE} is allowed; use plan='4bit', or let `zdc compress` "
+                "choose and judge a plan"
+            )
     return coded_plan(checkpoint, basis, preset_settings(name, checkpoint.config.head_dim))
 
 
@@ -122,11 +123,6 @@ def mean_noise(basis: Basis) -> float:
         return float("inf")
     H = basis.q_rms.shape[-1]
     return float(((basis.q_rms**2).sum(-1) * (basis.k_rms**2).mean(-1) / H).mean())
-
-
-def _read_basis(checkpoint: Checkpoint) -> Basis | None:
-    folder = checkpoint.calibration_path / "basis"
-    return Basis.load(folder) if folder.exists() else None
 
 
 def preset_settings(name: str, head_dim: int) -> dict[str, int]:
@@ -151,16 +147,14 @@ def coded_plan(checkpoint: Checkpoint, basis: Basis | None, settings: dict[str, 
       settings: settings of method `coded`, except `bits_near`.
     """
     config, H = checkpoint.config, checkpoint.config.head_dim
-    chosen = methods.settings_from_json("coded", {"bits_near": 8} | settings)
-    plan = CompressionPlan.uniform(config, qk=H, v=H, window=WINDOW, sinks=SINKS)
-    plan = plan.for_model(checkpoint.fingerprint)
-    if basis is None:
-        plan = replace(plan, rotated=False, method="coded", settings=chosen)
-        return plan.with_shift(_list_biased(config))
-    plan = plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
-    return replace(plan, method="coded", settings=chosen).with_shift(basis.shifted)
-
-
-def _list_biased(config: ModelConfig) -> list[bool]:
-    """Return for each layer whether its keys have a bias that they can leave out (`mean_of_bias`)."""
-    return [config.qkv_bias and spec.window is None and not spec.qk_norm for spec in config.layers]
+    plan = replace(
+        CompressionPlan.uniform(config, qk=H, v=H, window=WINDOW, sinks=SINKS),
+        fingerprint=checkpoint.fingerprint,
+        basis="" if basis is None else basis.coordinates_hash,
+        rotated=basis is not None,
+        method="coded",
+        settings=methods.settings_from_json("coded", {"bits_near": 8} | settings),
+    )
+    # Without a basis, keys can leave out their bias (`mean_of_bias`).
+    biased = [config.qkv_bias and spec.window is None and not spec.qk_norm for spec in config.layers]
+    return plan.with_shift(biased if basis is None else basis.shifted)
