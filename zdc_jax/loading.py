@@ -299,18 +299,15 @@ def _resolve_plan(
 
     The basis is None for plans that use none.
     """
+    if not isinstance(plan, CompressionPlan | str | Path | None):
+        raise PlanError(f"plan={plan!r:.80} must be a CompressionPlan or the path of its JSON file")
+    if isinstance(plan, str | Path):
+        plan = resolve_plan(plan, checkpoint.path)
     if plan is None:
         if basis is not None:
             raise PlanError("basis= needs a plan that chooses among its coordinates; pass plan= as well")
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", checkpoint.path)
         return CompressionPlan.full(checkpoint.config), None
-    if not isinstance(plan, CompressionPlan | str | Path):
-        raise PlanError(f"plan={plan!r:.80} must be a CompressionPlan or the path of its JSON file")
-    if not isinstance(plan, CompressionPlan):
-        named = resolve_plan(plan, checkpoint.path)
-        if named is None:
-            return _resolve_plan(checkpoint, None, basis)
-        plan = named
     plan.check_model(checkpoint.config, checkpoint.fingerprint)
     if not plan.rotated:
         if basis is not None:
