@@ -169,13 +169,14 @@ def fold_attention(
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
     key_sizes, value_sizes = rotations
     values = _fold_vo(old, config, basis, layer, _rotation_matrix(value_sizes, Z))
+    old_qk = {name: x for name, x in old.items() if name[0] in "qk"}
     if latent_keys:
-        return _latent_qk(old, basis, layer, ranks.qk) | values
+        return old_qk | _latent_keys(basis, layer, ranks.qk) | values
     if key_sizes and placement(config.layers[layer], basis) == "pairs":
         raise CalibrationError(
             "qk_kind='pairs' does not support the rotations of quantized keys; calibrate with qk='balanced'"
         )
-    return _fold_qk(old, config, basis, layer, _rotation_matrix(key_sizes, R), mean) | values
+    return _fold_qk(old_qk, config, basis, layer, _rotation_matrix(key_sizes, R), mean) | values
 
 
 def _rotation_matrix(sizes: Sequence[int], width: int) -> np.ndarray:
@@ -200,16 +201,14 @@ def _fold_qk(
     k_map = basis.k_map[layer, :, :, :R] @ rotation
     q_map = basis.q_map[layer, :, :, :R] @ rotation
     spec = config.layers[layer]
-    names = [name for name in ("q", "k", "q_bias", "k_bias") if name in old]
     where = placement(spec, basis)
     if where == "post_rope":
-        unmodified = [*names, *(name for name in ("q_norm", "k_norm") if name in old)]
-        new = {name: old[name] for name in unmodified} | {"q_rotation": q_map, "k_rotation": k_map}
+        new = {**old, "q_rotation": q_map, "k_rotation": k_map}
         return new if mean is None else new | {"k_mean": mean}
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
-        name: np.einsum("...NH,NHR->...NR", old[name], group_map if name[0] == "q" else k_map)
-        for name in names
+        name: np.einsum("...NH,NHR->...NR", x, group_map if name[0] == "q" else k_map)
+        for name, x in old.items()
     }
     if where == "pairs":
         assert spec.rope is not None
@@ -248,15 +247,13 @@ def _leave_out(
     return {**weights, "k_bias": np.asarray(weights["k_bias"], np.float64) - mean}
 
 
-def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:
+def _latent_keys(basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:
     if basis.k_latent is None:
         raise CalibrationError(
             "the basis has no k_latent (coordinates of keys before the rotary embedding); "
             "run `zdc calibrate MODEL TEXT --overwrite` without K-means"
         )
-    names = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
-    unmodified = {name: old[name] for name in names if name in old}
-    return unmodified | {"k_latent": basis.k_latent[layer, :, :, :R]} if R else unmodified
+    return {"k_latent": basis.k_latent[layer, :, :, :R]} if R else {}
 
 
 def _fold_vo(
