@@ -319,22 +319,20 @@ class CheckpointWriter:
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in (*self.partial.rglob("*"), self.partial):
             _sync(path)
-        self._publish()
-        return Checkpoint.open(self.output)
-
-    def _write(self, item: str, tree: Mapping[str, Any]) -> None:
-        self._weights[item] = _hash_tree(tree)
-        in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), dict(tree))
-        self._orbax.save(self.partial / item, tree, save_args=in_chunks)
-        self._orbax.wait_until_finished()
-
-    def _publish(self) -> None:
-        """Rename the finished folder to `output`. If the renaming fails, an old folder stays there."""
         if self.overwrite:
             replace_folder(self.partial, self.output, self._sibling("replaced", os.getpid()))
         else:
             self.partial.rename(self.output)
         _sync(self.output.parent)
+        return Checkpoint.open(self.output)
+
+    def _write(self, item: str, tree: Mapping[str, Any]) -> None:
+        # The hash is that of the arrays. The files differ between runs because Orbax writes timestamps.
+        leaves = jax.tree_util.tree_leaves_with_path(dict(tree))
+        self._weights[item] = hash_arrays((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
+        in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), dict(tree))
+        self._orbax.save(self.partial / item, tree, save_args=in_chunks)
+        self._orbax.wait_until_finished()
 
     def _sibling(self, role: str, pid: int | str) -> Path:
         return self.output.with_name(f".{self.output.name}.{role}-{pid}")
@@ -394,15 +392,6 @@ def _hash_folder(folder: Path) -> str:
             total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
             total.update(digest)
     return total.hexdigest()
-
-
-def _hash_tree(tree: Mapping[str, Any]) -> str:
-    """Return the sha256 of the paths, dtypes, shapes and values of arrays.
-
-    The files themselves differ between runs because Orbax writes timestamps.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(dict(tree))
-    return hash_arrays((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
 
 
 def _sync(path: Path) -> None:
