@@ -5,6 +5,7 @@ import json
 import lzma
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,17 +224,12 @@ def _take_windows(
     streams: dict[str, _TokenStream], length: int, num_windows: int | None
 ) -> list[tuple[str, np.ndarray]]:
     """Take windows from the topics in turn; return each with its topic."""
-    windows: list[tuple[str, np.ndarray]] = []
-    topics = list(streams)
-    while topics:
-        for topic in tuple(topics):
-            if len(windows) == num_windows:
-                return windows
-            window = streams[topic].take(length)
-            if window is None:
-                topics.remove(topic)
-            else:
-                windows.append((topic, window))
+    windows, topics = list[tuple[str, np.ndarray]](), deque(streams)
+    while topics and len(windows) != num_windows:
+        topic = topics.popleft()
+        if (window := streams[topic].take(length)) is not None:
+            windows.append((topic, window))
+            topics.append(topic)
     return windows
 
 
