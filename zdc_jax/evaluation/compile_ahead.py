@@ -40,11 +40,10 @@ def compile_ahead(
     Returns:
       kinds of layers to skip in the next call: `known` and all kinds of this network.
     """
-    kinds = {spec: index for index, spec in enumerate(network.layer_caches)}
-    new = {spec: index for spec, index in kinds.items() if spec not in (known or set())}
-    pending = [
-        single for spec, index in new.items() if (single := _extract_layer(network, index, spec)) is not None
-    ]
+    known = known or set()
+    new = {spec: index for index, spec in enumerate(network.layer_caches) if spec not in known}
+    singles = (_extract_layer(network, index, spec) for spec, index in new.items())
+    pending = [single for single in singles if single is not None]
     # The first call also compiles everything outside the layers, once.
     if len(pending) > 1 and _try_read(read, pending.pop()):
         threads = min(os.cpu_count() or 1, MAX_THREADS)
@@ -53,7 +52,7 @@ def compile_ahead(
                 succeeded = list(pool.map(partial(_try_read, read), pending))
             pending = [single for single, success in zip(pending, succeeded, strict=True) if not success]
             threads //= 2
-    return (known or set()) | set(new)
+    return known | set(new)
 
 
 def _try_read(read: Callable[[Transformer], Any], single: Transformer) -> bool:

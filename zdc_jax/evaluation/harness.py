@@ -33,6 +33,7 @@ except ModuleNotFoundError as error:
 
 from zdc_jax.conversation.prompt import chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.errors import PromptError
+from zdc_jax.evaluation.batches import pad_batch
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.request import tokenized
@@ -221,7 +222,7 @@ class HarnessModel(TemplateLM):
         stop_tokens = None if self._model.chat_template is None else chat_stop_tokens(self._model)
         with tqdm(desc="generate_until", total=len(parsed), disable=disable_tqdm) as progress:
             for batch in self._make_batches(parsed):
-                padded = batch + batch[-1:] * (min(self.batch_size, len(parsed)) - len(batch))
+                padded = pad_batch(batch, min(self.batch_size, len(parsed)))
                 result = generate(
                     self._model,
                     [request.context for request in padded],

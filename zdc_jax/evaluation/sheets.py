@@ -72,9 +72,9 @@ def make_task_documents(
     """
     writer = Writer(tokenizer, np.setdiff1d(windows, not_drawn).astype(np.int32))
     prefix = writer.make_prefix()
-    rngs = (np.random.default_rng([seed, index]) for index in range(len(windows)))
     return [
-        _make_document(tasks, window, writer, prefix, rng) for window, rng in zip(windows, rngs, strict=False)
+        _make_document(tasks, window, writer, prefix, np.random.default_rng([seed, index]))
+        for index, window in enumerate(windows)
     ]
 
 
