@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import batched, islice
 from typing import Literal
 
 import jax
@@ -15,7 +15,7 @@ from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.evaluation.batches import padded_batches
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket
+from zdc_jax.generation.chunks import PREFILL_CHUNK, bucket, padded
 from zdc_jax.generation.steps import take_last
 from zdc_jax.model.embeddings import Embeddings
 from zdc_jax.model.transformer import Transformer
@@ -118,10 +118,10 @@ def answers_on(
       for each task, the answers of each document.
     """
     by_task: dict[str, list[tuple[Answer, ...]]] = {}
-    for padded, count in padded_batches(documents, batch):
-        contexts = np.stack([document.context for document in padded])
+    for part, count in padded_batches(documents, batch):
+        contexts = np.stack([document.context for document in part])
         _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=protocol)
-        for name, by_document in answer_questions(network, cache, padded).items():
+        for name, by_document in answer_questions(network, cache, part).items():
             by_task.setdefault(name, []).extend(by_document[:count])
     return by_task
 
@@ -157,7 +157,7 @@ def answer_questions(
     else:
         copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), cache)
         flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
-        by_document = [iter(flat[start : start + count]) for start in range(0, len(flat), count)]
+        by_document = [iter(row) for row in batched(flat, count)]
     return {
         name: [tuple(islice(row, len(of_task))) for row in by_document]
         for name, of_task in documents[0].questions.items()
@@ -175,23 +175,20 @@ def answers(
       questions: questions to ask.
       width: tokens that questions are padded to. Default: a width that fits the longest question.
     """
-    B, width = len(questions), width or bucket(max(len(question.tokens) for question in questions))
-    most = bucket(max(int(question.answer.sum()) for question in questions), SMALLEST_ANSWERS)
-    tokens, at, right = (np.zeros((B, n), np.int32) for n in (width, most, most))
-    for row, question in enumerate(questions):
-        where = np.flatnonzero(question.answer)
-        tokens[row, : len(question.tokens)] = question.tokens
-        at[row, : len(where)] = where - 1  # A token is predicted where the one before it is read.
-        right[row, : len(where)] = question.tokens[where]
-    lengths = jnp.array([len(question.tokens) for question in questions], jnp.int32)
-    hidden, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + lengths)
+    lengths = np.array([len(question.tokens) for question in questions], np.int32)
+    tokens = padded([question.tokens for question in questions], width or bucket(int(lengths.max())))
+    counts = [int(question.answer.sum()) for question in questions]
+    most = bucket(max(counts), SMALLEST_ANSWERS)
+    # A token is predicted where the one before it is read.
+    at = padded([np.flatnonzero(question.answer) - 1 for question in questions], most)
+    right = padded([question.tokens[question.answer] for question in questions], most)
+    hidden, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + jnp.asarray(lengths))
     log_probability, most_likely = map(
         np.asarray, _score_tokens(network.embeddings, hidden, jnp.asarray(at), jnp.asarray(right))
     )
     return [
         Answer(log_probability[row, :count], most_likely[row, :count] == right[row, :count], question.depth)
-        for row, question in enumerate(questions)
-        for count in [int(question.answer.sum())]
+        for row, (question, count) in enumerate(zip(questions, counts, strict=True))
     ]
 
 

@@ -10,7 +10,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from types import ModuleType
 
 import numpy as np
 
@@ -40,7 +39,9 @@ def chosen(tasks: Iterable[str], context: int) -> dict[str, Pose]:
     poses: dict[str, Pose] = {}
     for task in tasks:
         name, at, distance = task.partition("@")
-        module = _import_task(name, task)
+        if name not in names():
+            raise EvaluationError(f"task {task!r} must be one of {', '.join(names())}")
+        module = importlib.import_module(f"{__name__}.{name}")
         shares = getattr(module, "SHARES", None)
         if at and (shares is None or not distance.isdecimal()):
             raise EvaluationError(
@@ -52,9 +53,3 @@ def chosen(tasks: Iterable[str], context: int) -> dict[str, Pose]:
         for tokens in [int(distance)] if at else [int(share * context) for share in shares]:
             poses[f"{name}@{tokens}"] = partial(module.pose, distance=tokens)
     return poses
-
-
-def _import_task(name: str, task: str) -> ModuleType:
-    if name not in names():
-        raise EvaluationError(f"task {task!r} must be one of {', '.join(names())}")
-    return importlib.import_module(f"{__name__}.{name}")
