@@ -90,7 +90,7 @@ def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]
         interval=(1 + low, 1 + high) if len(changes) > 1 else None,
         score=score(plan),
         dense=score(dense),
-        whole=float(np.mean([_concatenate_right(document).all() for document in plan])),
+        whole=float(np.mean([all(answer.right.all() for answer in document) for document in plan])),
         counts=counts,
         documents=len(changes),
         by_depth=by_depth,
@@ -128,13 +128,9 @@ def log_probability(documents: Sequence[Sequence[Answer]]) -> Float[np.ndarray, 
     return np.array([np.concatenate(document).astype(np.float64).mean() for document in tokens])
 
 
-def _concatenate_right(answers: Sequence[Answer]) -> np.ndarray:
-    return np.concatenate([answer.right for answer in answers])
-
-
 def score(documents: Sequence[Sequence[Answer]]) -> float:
     """Return the share of all correct tokens that are the most likely."""
-    return float(np.concatenate([_concatenate_right(document) for document in documents]).mean())
+    return float(np.concatenate([answer.right for document in documents for answer in document]).mean())
 
 
 def _split_by_depth(
