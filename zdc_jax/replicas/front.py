@@ -63,7 +63,7 @@ class Front:
     def __init__(self, model: TextModel, max_model_len: int, fleet: Fleet, max_requests: int):
         self.model, self.max_model_len, self.closing = model, max_model_len, False
         self._fleet, self.max_requests = fleet, max_requests
-        self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
+        self._tasks = set[asyncio.Task[None]]()
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> asyncio.Task[None]:
         """Forward a request (`Serving.submit`); `notify` is called on the event loop's thread.
@@ -75,9 +75,8 @@ class Front:
             raise Closing("the server is closing and accepts no more requests")
         if len(self._tasks) >= self.max_requests:
             raise Busy(f"the queue is full ({self.max_requests} running or waiting requests); retry later")
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._relay(request, notify))
-        self._tasks[task] = loop
+        task = asyncio.create_task(self._relay(request, notify))
+        self._tasks.add(task)
         task.add_done_callback(partial(self._finish, notify))
         return task
 
@@ -93,8 +92,8 @@ class Front:
         until = time.monotonic() + timeout * drain
         while self._tasks and time.monotonic() < until:
             time.sleep(0.05)
-        for task, loop in list(self._tasks.items()):
-            loop.call_soon_threadsafe(task.cancel)
+        for task in list(self._tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def _relay(self, request: EngineRequest, notify: Callable[[Event], None]) -> None:
         """Forward an answer from start to end, from as many replicas as it takes."""
@@ -122,7 +121,7 @@ class Front:
 
     def _finish(self, notify: Callable[[Event], None], task: asyncio.Task[None]) -> None:
         """Send the last event of a request whose task was cancelled or failed."""
-        del self._tasks[task]
+        self._tasks.remove(task)
         if task.cancelled():
             notify(Event(finish_reason="cancelled"))
         elif (error := task.exception()) is not None:
