@@ -114,7 +114,7 @@ def _make_sequence(index: int, tokens: np.ndarray, continuation: Sequence[int]) 
 def _score_sequences(
     network: Transformer, sequences: list[_Sequence], batch: int, chunk: int
 ) -> Iterator[tuple[int, TokenScores]]:
-    for part, count in padded_batches(sequences, min(batch, len(sequences) or 1)):
+    for part, count in padded_batches(sequences, batch):
         scored = zip(part, _score_batch(network, part, chunk), strict=True)
         yield from ((sequence.index, scores) for sequence, scores in islice(scored, count))
 
