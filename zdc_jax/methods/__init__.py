@@ -49,8 +49,8 @@ class IntegerSettings(MethodSettings):
 
     Attributes:
       bits: bits of an integer: 2, 3, 4 or 8.
-      group: integers of a group. Where the groups of a token do not divide a rank, they have the largest
-        divisor of the rank below `group`.
+      group: integers of a group. Where a rank is no multiple of `group`, groups within one token have the
+        largest divisor of the rank below `group`.
     """
 
     bits: int = 4
