@@ -1,6 +1,6 @@
 """Predictions of a plan compared with those of the unmodified model: perplexity and KL divergence."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -258,7 +258,18 @@ def bootstrap_interval(differences: np.ndarray) -> tuple[float, float]:
     Args:
       differences: difference of each window in nats, float64 [W].
     """
-    picks = np.random.default_rng(0).integers(len(differences), size=(BOOTSTRAP_SAMPLES, len(differences)))
-    increases = np.expm1(differences[picks].mean(1))
-    low, high = np.quantile(increases, [0.025, 0.975])
+    return bootstrap(len(differences), lambda picks: np.expm1(differences[picks].mean(1)))
+
+
+def bootstrap(
+    count: int, compute: Callable[[Int[np.ndarray, "samples count"]], Float[np.ndarray, " samples"]]
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of a statistic over resampled items.
+
+    Args:
+      count: number of items.
+      compute: function that returns the statistic of each sample, given the indices of its items.
+    """
+    picks = np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
+    low, high = np.quantile(compute(picks), [0.025, 0.975])
     return float(low), float(high)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from zdc_jax.evaluation.perplexity import BOOTSTRAP_SAMPLES
+from zdc_jax.evaluation.perplexity import bootstrap
 
 LEAST_COUNTED = 20
 """Fewest counted samples of a task that counts. If none of 20 samples loses, at most one in seven does, with
@@ -73,6 +73,4 @@ def compare_scores(dense: Float[np.ndarray, " samples"], plan: Float[np.ndarray,
 
 def _bootstrap_ratio(kept: np.ndarray, whole: np.ndarray) -> tuple[float, float]:
     """Return the 95 % percentile interval of the ratio of sums over resampled samples."""
-    picks = np.random.default_rng(0).integers(len(whole), size=(BOOTSTRAP_SAMPLES, len(whole)))
-    low, high = np.quantile(kept[picks].sum(1) / whole[picks].sum(1), [0.025, 0.975])
-    return float(low), float(high)
+    return bootstrap(len(whole), lambda picks: kept[picks].sum(1) / whole[picks].sum(1))
