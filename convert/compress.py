@@ -6,14 +6,12 @@ If it holds the limits, the search goes on from it in the time that is left.
 """
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import jax.numpy as jnp
 from tokenizers import Tokenizer
@@ -21,26 +19,26 @@ from tokenizers import Tokenizer
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, read_source
 from convert.default_text import write_default_text, write_library
-from convert.judging import RULER_SAMPLES, Candidate, Judge, Row
+from convert.judging import RULER_SAMPLES, Judge, Row
+from convert.run_state import Candidate, RunState
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
 from convert.search.trials import Trial
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, TextError
+from zdc_jax.errors import EvaluationError, PlanError, TextError
 from zdc_jax.evaluation.evaluate import Material, prepare
 from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
-from zdc_jax.files import load_json, whole_file
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import PLAN_FILE, coded_plan, preset_settings
 
 LEAST_CONTEXT = 1024
 """Shortest context in tokens. The questions of all tasks need several hundred."""
-STATE_FILE, JOURNAL_FILE = "compress.json", "compress.journal.jsonl"
-"""Files in the output that let an interrupted run continue, and keep what was measured."""
+JOURNAL_FILE = "compress.journal.jsonl"
+"""File in the output that keeps what the search measured."""
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
 SEARCH_RETENTION = 0.97
 """Smallest retention of each task that counts in the search."""
@@ -48,14 +46,10 @@ SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
 MOST_LARGER = 1.5
 """Bytes of the largest plan of the search that may be judged, relative to the best one."""
-STATE_FORMAT = 2
-"""Version of the state file. An interrupted run of another version cannot continue."""
 FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
 DEFAULT_TEXT = "language reference, docstrings and code of Python's library"
 """Name of the default text in the file of a run, which continues only with the same text."""
-JUDGED_SPLITS: tuple[Split, ...] = ("search", "report")
-"""Splits of the text on which plans are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,53 +99,6 @@ class Outcome:
     within: bool
 
 
-class _State:
-    """Measurements of a run so far, in a file of the output."""
-
-    def __init__(self, path: Path, run: dict[str, Any]):
-        self.path, self.run, self.is_done = path, run, False
-        self.candidates = dict[str, Candidate]()  # Empty before the search.
-        self.seconds = 0.0  # Time of the search.
-        self.reports = dict[str, Any]()
-
-    @classmethod
-    def open(cls, output: Path, run: dict[str, Any], *, overwrite: bool) -> "_State":
-        """Continue an interrupted run of the same options, or begin a new one.
-
-        Raises:
-          CheckpointError: the output exists, and is not from an interrupted run of these options.
-        """
-        state = cls(output / STATE_FILE, run)
-        if overwrite or not output.exists():
-            return state
-        stored = load_json(state.path) if state.path.exists() else None
-        if not isinstance(stored, dict) or stored.get("run") != run or stored.get("done"):
-            raise CheckpointError(
-                f"{output} exists, and no interrupted run with the same options made it; "
-                "pass --overwrite to replace it, or choose another folder"
-            )
-        state.seconds, state.reports = stored["seconds"], stored["reports"]
-        for name, value in stored["candidates"].items():
-            plan = CompressionPlan.from_json(value["plan"], state.path)
-            state.candidates[name] = Candidate(plan, value["loss"])
-        return state
-
-    def save(self) -> None:
-        """Write the state atomically."""
-        value = {
-            "run": self.run,
-            "done": self.is_done,
-            "candidates": {
-                name: {"plan": each.plan.to_json(), "loss": each.loss}
-                for name, each in self.candidates.items()
-            },
-            "seconds": self.seconds,
-            "reports": self.reports,
-        }
-        with whole_file(self.path) as file:
-            file.write_text(json.dumps(value, indent=1) + "\n")
-
-
 def compress(
     source: str | Path,
     output: str | Path,
@@ -184,13 +131,8 @@ def compress(
     """
     options, output = options or CompressOptions(), Path(output)
     named = [*map(str, texts)] or [DEFAULT_TEXT]
-    run = {
-        "format": STATE_FORMAT,
-        "source": str(Path(source).resolve()),
-        "texts": named,
-        **asdict(options),
-    }
-    state = _State.open(output, run, overwrite=overwrite)
+    run = {"source": str(Path(source).resolve()), "texts": named, **asdict(options)}
+    state = RunState.open(output, run, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         paths = texts or [write_default_text(folder / "reference"), *write_library(folder)]
@@ -201,9 +143,7 @@ def compress(
         if (positions := config.max_positions) < options.context:
             watch(f"context of {positions:,} tokens, the model's positions, instead of {options.context:,}")
         try:
-            materials = {
-                split: _prepare(config, tokenizer, documents, options, split) for split in JUDGED_SPLITS
-            }
+            materials = _prepare(config, tokenizer, documents, options)
         except TextError as error:
             if texts:
                 raise
@@ -220,7 +160,7 @@ def compress(
             watch(f"calibrating on {calibration.tokens:,} tokens")
             text = _write_unjudged(folder / "calibration", documents)
             calibrate(output, [text], calibration, dtype=_calibration_dtype(checkpoint))
-    return _choose_and_judge(checkpoint, materials, documents, options, state, watch)
+    return _Choice(checkpoint, materials, documents, options, state, watch).run()
 
 
 def _read_converted(output: Path) -> tuple[ModelConfig, Tokenizer | None]:
@@ -254,156 +194,148 @@ def _calibration_dtype(checkpoint: Checkpoint) -> str | None:
     return "float32" if free is not None and 2 * stored * 4 // itemsize < free else None
 
 
-def _choose_and_judge(
-    checkpoint: Checkpoint,
-    materials: Mapping[Split, Material],
-    documents: Sequence[Document],
-    options: CompressOptions,
-    state: _State,
-    watch: Callable[[str], None],
-) -> Outcome:
-    if not state.candidates:
-        watch(f"searching for at most {options.minutes:g} minutes")
-        began = time.monotonic()
-        state.candidates = _list_candidates(checkpoint, materials["search"], options, watch)
-        state.seconds = time.monotonic() - began
-        state.save()
-    judge = Judge(
-        checkpoint,
-        materials["report"],
-        documents,
-        samples=min(2 * options.documents, RULER_SAMPLES),
-        max_loss=options.max_loss,
-        seed=options.seed,
-        state=state,
-        watch=watch,
-    )
-    name = judge.choose()
-    if name is not None and name == _find_refinable(state, options):
-        judge.model = None  # The search needs the memory.
-        refined = _refine(checkpoint, materials["search"], options, state, watch)
-        if refined is not None and judge.judge(refined) is None:
-            name = refined
-    within, name = name is not None, name or [*state.candidates][-1]
-    plan = state.candidates[name].plan
-    plan.save(checkpoint.path / PLAN_FILE)
-    rows = judge.make_dense_row(), judge.make_row(name)
-    state.is_done = True
-    state.save()
-    return Outcome(plan, rows, within)
-
-
-def _list_candidates(
-    checkpoint: Checkpoint, material: Material, options: CompressOptions, watch: Callable[[str], None]
-) -> dict[str, Candidate]:
-    """Search, and return the plans to judge, the smallest first."""
-    basis, context = stored_basis(checkpoint), material.context
-    candidates = dict[str, Candidate]()
-    search = _open_search(checkpoint, material, options, watch)
-    with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
-        for plan in (search.book.bind(search.run().plan), *search.list_larger(MOST_LARGER)):
-            candidates[f"searched, {search.book.share(plan):.1%}"] = Candidate(
-                plan, search.predict_loss(plan)
-            )
-    for name in FALLBACKS:
-        settings = preset_settings(name, checkpoint.config.head_dim)
-        candidates[name] = Candidate(coded_plan(checkpoint, basis, settings))
-    return dict(sorted(candidates.items(), key=lambda item: item[1].plan.bytes(context)))
-
-
-def _find_refinable(state: _State, options: CompressOptions) -> str | None:
-    """Return the smallest plan if it is one of layer costs, and the search has time left to go on from it."""
-    name, smallest = next(iter(state.candidates.items()))
-    has_time = state.seconds < 60 * options.minutes
-    return name if smallest.loss is not None and has_time else None
-
-
-def _refine(
-    checkpoint: Checkpoint,
-    material: Material,
-    options: CompressOptions,
-    state: _State,
-    watch: Callable[[str], None],
-) -> str | None:
-    """Search on from the smallest plan in the time that is left, and return the name of a smaller one.
-
-    It becomes the first candidate. The journal has all that was measured before.
-    """
-    watch(f"searching for at most {options.minutes - state.seconds / 60:.1f} more minutes")
-    smallest = next(iter(state.candidates.values())).plan.bytes(material.context)
-    search = _open_search(
-        checkpoint, material, options, watch, refines=True, used=state.seconds, smallest=smallest
-    )
-    try:
-        plan = search.book.bind(search.run().plan)
-    except PlanError:  # The time ended before the search had read its journal.
-        return None
-    if plan.bytes(material.context) >= smallest:
-        return None
-    name = f"refined, {search.book.share(plan):.1%}"
-    state.candidates = {name: Candidate(plan), **state.candidates}
-    state.save()
-    return name
-
-
-def _open_search(
-    checkpoint: Checkpoint,
-    material: Material,
-    options: CompressOptions,
-    watch: Callable[[str], None],
-    *,
-    refines: bool = False,
-    used: float = 0.0,
-    smallest: float = math.inf,
-) -> CodedSearch:
-    """Measure the unmodified model, and return a search that has used some seconds.
-
-    Plans are reported if they have fewer bytes than `smallest`.
-    """
-    assert material.windows is not None  # Perplexity is one of the tasks.
-    began = time.monotonic() - used
-    books = CodedBooks.open(
-        checkpoint.path,
-        material.windows,
-        material.task_documents,
-        dtype=None,
-        batch=1,
-        journal=checkpoint.path / JOURNAL_FILE,
-    )
-    limits = SearchOptions(
-        options.max_loss,
-        min_retention=SEARCH_RETENTION,
-        minutes=options.minutes,
-        verifies=False,  # The judgement does that, on more text.
-        refines=refines,
-    )
-
-    def tell(trial: Trial, best: Trial | None) -> None:
-        if trial is best and best.plan.bytes(material.context) < smallest:
-            watch(f"best so far: {describe_bytes(best)} at {best.increase:+.2%}")
-
-    return CodedSearch(books, limits, tell, began)
-
-
 def _prepare(
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    documents: list[Document],
-    options: CompressOptions,
-    split: Split,
-) -> Material:
-    """Return text windows and task documents of one split of the text."""
-    (material,) = prepare(
-        config,
-        tokenizer,
-        CompressionPlan.full(config),
-        documents,
-        tasks=TASKS,
-        contexts=(min(options.context, config.max_positions),),
-        split=split,
-        max_documents=options.documents
-        if split == "report"
-        else min(-(-options.documents // 2), SEARCH_DOCUMENTS),
-        seed=options.seed,
-    )
-    return material
+    config: ModelConfig, tokenizer: Tokenizer | None, documents: list[Document], options: CompressOptions
+) -> dict[Split, Material]:
+    """Return text windows and task documents of the splits of the text on which plans are measured."""
+    counts: dict[Split, int] = {
+        "search": min(-(-options.documents // 2), SEARCH_DOCUMENTS),
+        "report": options.documents,
+    }
+    materials = dict[Split, Material]()
+    for split, count in counts.items():
+        (materials[split],) = prepare(
+            config,
+            tokenizer,
+            CompressionPlan.full(config),
+            documents,
+            tasks=TASKS,
+            contexts=(min(options.context, config.max_positions),),
+            split=split,
+            max_documents=count,
+            seed=options.seed,
+        )
+    return materials
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Search for the plan of a calibrated folder, and its judgement.
+
+    Attributes:
+      checkpoint: the folder.
+      materials: text to search and to judge on.
+      documents: all text.
+      options: options of the run.
+      state: what was measured so far.
+      watch: receives a line of text at each stage.
+    """
+
+    checkpoint: Checkpoint
+    materials: Mapping[Split, Material]
+    documents: Sequence[Document]
+    options: CompressOptions
+    state: RunState
+    watch: Callable[[str], None]
+
+    def run(self) -> Outcome:
+        """Search, judge, and store the plan."""
+        state, options = self.state, self.options
+        if not state.candidates:
+            self.watch(f"searching for at most {options.minutes:g} minutes")
+            began = time.monotonic()
+            state.candidates = self._list_candidates()
+            state.seconds = time.monotonic() - began
+            state.save()
+        judge = Judge(
+            self.checkpoint,
+            self.materials["report"],
+            self.documents,
+            samples=min(2 * options.documents, RULER_SAMPLES),
+            max_loss=options.max_loss,
+            seed=options.seed,
+            state=state,
+            watch=self.watch,
+        )
+        name = judge.choose()
+        smallest, candidate = next(iter(state.candidates.items()))
+        # The search goes on from its smallest plan if it knows losses of layers, and has time left.
+        if name == smallest and candidate.loss is not None and state.seconds < 60 * options.minutes:
+            judge.model = None  # The search needs the memory.
+            refined = self._refine(candidate.plan)
+            if refined is not None and judge.judge(refined) is None:
+                name = refined
+        within, name = name is not None, name or [*state.candidates][-1]
+        plan = state.candidates[name].plan
+        plan.save(self.checkpoint.path / PLAN_FILE)
+        rows = judge.make_dense_row(), judge.make_row(name)
+        state.is_done = True
+        state.save()
+        return Outcome(plan, rows, within)
+
+    def _list_candidates(self) -> dict[str, Candidate]:
+        """Search, and return the plans to judge, the smallest first."""
+        basis, context = stored_basis(self.checkpoint), self.materials["search"].context
+        candidates = dict[str, Candidate]()
+        search = self._open_search()
+        with contextlib.suppress(PlanError):  # No plan of the search holds the limits.
+            for plan in (search.book.bind(search.run().plan), *search.list_larger(MOST_LARGER)):
+                candidates[f"searched, {search.book.share(plan):.1%}"] = Candidate(
+                    plan, search.predict_loss(plan)
+                )
+        for name in FALLBACKS:
+            settings = preset_settings(name, self.checkpoint.config.head_dim)
+            candidates[name] = Candidate(coded_plan(self.checkpoint, basis, settings))
+        return dict(sorted(candidates.items(), key=lambda item: item[1].plan.bytes(context)))
+
+    def _refine(self, plan: CompressionPlan) -> str | None:
+        """Search on from a plan in the time that is left, and return the name of a smaller one.
+
+        It becomes the first candidate. The journal has all that was measured before.
+        """
+        state, context = self.state, self.materials["search"].context
+        self.watch(f"searching for at most {self.options.minutes - state.seconds / 60:.1f} more minutes")
+        smallest = plan.bytes(context)
+        search = self._open_search(refines=True, used=state.seconds, smallest=smallest)
+        try:
+            refined = search.book.bind(search.run().plan)
+        except PlanError:  # The time ended before the search had read its journal.
+            return None
+        if refined.bytes(context) >= smallest:
+            return None
+        name = f"refined, {search.book.share(refined):.1%}"
+        state.candidates = {name: Candidate(refined), **state.candidates}
+        state.save()
+        return name
+
+    def _open_search(
+        self, *, refines: bool = False, used: float = 0.0, smallest: float = math.inf
+    ) -> CodedSearch:
+        """Measure the unmodified model, and return a search that has used some seconds.
+
+        Plans are reported if they have fewer bytes than `smallest`.
+        """
+        material = self.materials["search"]
+        assert material.windows is not None  # Perplexity is one of the tasks.
+        began = time.monotonic() - used
+        books = CodedBooks.open(
+            self.checkpoint.path,
+            material.windows,
+            material.task_documents,
+            dtype=None,
+            batch=1,
+            journal=self.checkpoint.path / JOURNAL_FILE,
+        )
+        limits = SearchOptions(
+            self.options.max_loss,
+            min_retention=SEARCH_RETENTION,
+            minutes=self.options.minutes,
+            verifies=False,  # The judgement does that, on more text.
+            refines=refines,
+        )
+
+        def tell(trial: Trial, best: Trial | None) -> None:
+            if trial is best and best.plan.bytes(material.context) < smallest:
+                self.watch(f"best so far: {describe_bytes(best)} at {best.increase:+.2%}")
+
+        return CodedSearch(books, limits, tell, began)

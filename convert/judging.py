@@ -8,10 +8,11 @@ plans are left out that would lose too much by the prediction of the search.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from convert.run_state import RunState
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError
@@ -81,19 +82,6 @@ class PosedTask(NamedTuple):
     dense: np.ndarray
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Plan to judge.
-
-    Attributes:
-      plan: the plan.
-      loss: loss that the search predicts, in shares of its limit; None if it predicts none.
-    """
-
-    plan: CompressionPlan
-    loss: float | None = None
-
-
 class Failure(NamedTuple):
     """Limit that a plan does not hold.
 
@@ -104,21 +92,6 @@ class Failure(NamedTuple):
 
     reason: str
     excess: float
-
-
-class Reports(Protocol):
-    """Plans to judge, and what was measured of them so far.
-
-    Attributes:
-      candidates: plans by name, the smallest first.
-      reports: report of each plan, by name.
-    """
-
-    candidates: dict[str, Candidate]
-    reports: dict[str, Any]
-
-    def save(self) -> None:
-        """Store the reports."""
 
 
 class Judge:
@@ -144,7 +117,7 @@ class Judge:
         samples: int,
         max_loss: float,
         seed: int,
-        state: Reports,
+        state: RunState,
         watch: Callable[[str], None],
     ):
         self.checkpoint, self.material, self.documents = checkpoint, material, documents

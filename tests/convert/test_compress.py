@@ -20,7 +20,6 @@ from convert.conversion import convert
 from convert.default_text import write_default_text, write_library
 from convert.judging import (
     RULER_TASKS,
-    Candidate,
     Failure,
     Judge,
     Row,
@@ -28,6 +27,7 @@ from convert.judging import (
     is_retained,
     is_score_kept,
 )
+from convert.run_state import Candidate
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CheckpointError, EvaluationError, PlanError, TextError
@@ -62,7 +62,8 @@ def few(converted, short, monkeypatch):
     """Find and judge plans as a test chooses, without a search, and without calibration or conversion."""
     losses = {"searched": 0.0, "8bit": 0.0}
 
-    def search(checkpoint, *_):
+    def search(self):
+        checkpoint = self.checkpoint
         basis = stored_basis(checkpoint)
         bits = {"searched": 3, "8bit": 8}
         return {
@@ -92,7 +93,7 @@ def few(converted, short, monkeypatch):
     monkeypatch.setattr(compress_module, "convert", copy)
     monkeypatch.setattr(Judge, "_time", lambda *_: 100.0)
     monkeypatch.setattr(Judge, "report", report)
-    monkeypatch.setattr(compress_module, "_list_candidates", search)
+    monkeypatch.setattr(compress_module._Choice, "_list_candidates", search)
     monkeypatch.setattr(compress_module, "calibrate", calibrate)
     return losses
 
@@ -155,27 +156,27 @@ def candidates(few, monkeypatch):
         made.judged.append(name)
         return made.failures.get(name)
 
-    def open_search(checkpoint, *_, refines, used, smallest):
+    def open_search(self, *, refines, used, smallest):
         assert refines
         assert 0 <= used < 60 * OPTIONS.minutes
-        assert smallest == make_plan(checkpoint, min(made.losses)).bytes(OPTIONS.context)
+        assert smallest == make_plan(self.checkpoint, min(made.losses)).bytes(OPTIONS.context)
         book = SimpleNamespace(bind=lambda plan: plan, share=lambda plan: 0.1)
 
         def run():
             if made.refined is None:
                 raise PlanError("no time is left")
-            return SimpleNamespace(plan=make_plan(checkpoint, made.refined))
+            return SimpleNamespace(plan=make_plan(self.checkpoint, made.refined))
 
         return SimpleNamespace(book=book, run=run)
 
-    def list_candidates(checkpoint, *_):
-        return {str(b): Candidate(make_plan(checkpoint, b), loss) for b, loss in made.losses.items()}
+    def list_candidates(self):
+        return {str(b): Candidate(make_plan(self.checkpoint, b), loss) for b, loss in made.losses.items()}
 
     report = {"perplexity": {"increase": 0.0, "kl": 0.01}, "tasks": {}, "ruler": {}}
     monkeypatch.setattr(Judge, "report", lambda *_: report)
     monkeypatch.setattr(Judge, "_find_failure", find_failure)
-    monkeypatch.setattr(compress_module, "_open_search", open_search)
-    monkeypatch.setattr(compress_module, "_list_candidates", list_candidates)
+    monkeypatch.setattr(compress_module._Choice, "_open_search", open_search)
+    monkeypatch.setattr(compress_module._Choice, "_list_candidates", list_candidates)
     return made
 
 
