@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.hf.families import get_family, list_architectures
 from zdc_jax.config import DTYPES, ModelConfig
-from zdc_jax.errors import ConversionError, describe_error
+from zdc_jax.errors import ConversionError, foreign_errors_as
 from zdc_jax.files import load_json
 
 
@@ -16,12 +16,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ConversionError: the file is missing, unreadable or no JSON object.
     """
-    try:
+    with foreign_errors_as(ConversionError, f"cannot read {path}"):
+        if not path.exists():
+            raise ConversionError(f"{path.parent} has no {path.name}")
         value = load_json(path)
-    except FileNotFoundError:
-        raise ConversionError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"cannot read {path}: {describe_error(error)}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path} must contain a JSON object, found {type(value).__name__}")
     return value
@@ -108,9 +106,9 @@ def parse_settings(
             eos_ids=_list_eos_ids(raw, generation or {}),
         )
         return config.without_idle_windows()
+    except ConversionError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, ConversionError):
-            raise
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise ConversionError(f"{path}: {reason}") from error
 
