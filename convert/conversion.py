@@ -9,11 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from tokenizers import Tokenizer
 
 from convert.gguf.source import GGUFFile
 from convert.hf.folder import HFFolder
-from convert.hf.weights import Entry, is_finite, list_entries, resolve
+from convert.hf.weights import is_finite, list_entries, resolve
 from convert.progress import track
 from convert.source import Source
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
@@ -95,10 +96,11 @@ def convert(
     files = {"tokenizer.json": _tokenizer_json(model.tokenizer(), path, config).encode(), **model.files()}
 
     def read_tree(layer: int | None) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
+        tree = {}
         for entry in list_entries(config, layer):
-            _insert(tree, entry, _cast(weights.read(keys[entry.key], entry.rows), config.dtype, entry.key))
-        return tree
+            source = weights.read(keys[entry.key], entry.rows)
+            tree[entry.path] = entry.to_ours(_cast(source, config.dtype, entry.key))
+        return unflatten_dict(tree)
 
     with CheckpointWriter(output, overwrite=overwrite) as writer:
         for name, content in files.items():
@@ -107,13 +109,6 @@ def convert(
         for index in track(range(config.num_layers), "layers", shown=progress):
             writer.write_layer(index, read_tree(index))
         return writer.finish(config, model.origin)
-
-
-def _insert(tree: dict[str, Any], entry: Entry, source: np.ndarray) -> None:
-    *parents, name = entry.path
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = entry.to_ours(source)
 
 
 def _cast(value: np.ndarray, dtype: str, key: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 
 from convert.hf.config import read_json
@@ -81,7 +82,8 @@ def list_entries(config: ModelConfig, layer: int | None) -> list[Entry]:
         return order.index("/".join(entry.path).removesuffix("_bias"))
 
     table = (
-        Entry(path, _make_source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)
+        Entry(path, _make_source_key("/".join(path), names, prefix), shape)
+        for path, shape in flatten_dict(shapes).items()
     )
     return _add_rows(sorted(table, key=position))
 
@@ -109,15 +111,6 @@ def list_source_shapes(table: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
         entry.key: entry.source_shape if entry.rows is None else (entry.rows.stop, *entry.source_shape[1:])
         for entry in table
     }
-
-
-def flatten(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of each leaf of a nested dict, in order."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, (*prefix, name))
-        else:
-            yield (*prefix, name), value
 
 
 class Weights(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from hf_variants import (
     VARIANTS,
     VOCAB,
@@ -28,7 +29,7 @@ from benchmarks.demo_checkpoint.export import to_source
 from convert.conversion import convert as convert_folder
 from convert.hf import families
 from convert.hf.config import parse_config
-from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, flatten, list_entries, list_source_shapes
+from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, list_entries, list_source_shapes
 from zdc_jax.errors import ConversionError
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
@@ -99,10 +100,10 @@ def test_families_are_complete(name, tmp_path):
     for variant in variants:
         config = parse(variant, tmp_path / variant)
         for index in range(config.num_layers):
-            layer |= {"/".join(path) for path, _ in flatten(layer_shapes(config, index))}
+            layer |= flatten_dict(layer_shapes(config, index), sep="/").keys()
         for tied in (False, True):
             shapes = embedding_shapes(replace(config, tie_embeddings=tied))
-            embeddings |= {"/".join(path) for path, _ in flatten(shapes)}
+            embeddings |= flatten_dict(shapes, sep="/").keys()
     assert family.layer.keys() == {path.removesuffix("_bias") for path in layer}
     assert family.embeddings.keys() == embeddings
     stacked = {"self_attn.qkv_proj.weight": 3, "mlp.gate_up_proj.weight": 2} if name == "phi3" else {}
