@@ -132,7 +132,6 @@ def make_basis(
     qk: QKKind = "balanced",
     vo: VOKind = "balanced",
     center: bool = False,
-    ridge: float = DEFAULT_RIDGE,
     shiftable: Sequence[bool] = (),
 ) -> Basis:
     """Make the basis of a whole model.
@@ -145,7 +144,6 @@ def make_basis(
         weighted by scores. `output` is balanced with O's moments instead of V's: exact for the heads'
         outputs when G = 1, pooled over a group otherwise.
       center: subtract the mean of values first (for `output`, O's mean).
-      ridge: floor of the eigenvalues in `balanced`, relative to their mean.
       shiftable: layers whose keys may leave out their mean (`zdc_jax.ops.shift`). They do if that lowers
         `predict_noise` below `WORTH_SHIFTING`; not for `pairs`, and not without `Moments.k_rest`.
 
@@ -164,7 +162,7 @@ def make_basis(
         """Return the shift, and the side of q and k without the mean of keys if it is worth it."""
         assert moments.k_rest is not None
         assert moments.key_shift is not None
-        shifted = _solve_qk(moments, layer, qk, ridge, moments.k_rest[layer] / moments.num_tokens)
+        shifted = _solve_qk(moments, layer, qk, moments.k_rest[layer] / moments.num_tokens)
         noise = [predict_noise(side["q_rms"], side["k_rms"]).sum() for side in (whole, shifted)]
         worth = shiftable[layer] and bool(noise[1] < WORTH_SHIFTING * noise[0])
         own = {"key_shift": moments.key_shift[layer], "shifted": np.array(worth)}
@@ -172,10 +170,10 @@ def make_basis(
 
     def solve(layer: int) -> dict[str, np.ndarray]:
         latent = {} if moments.k_before is None else {"k_latent": solve_components(moments.k_before[layer])}
-        qk_side = _solve_qk(moments, layer, qk, ridge)
+        qk_side = _solve_qk(moments, layer, qk)
         if can_shift:
             qk_side |= solve_shift(layer, qk_side)
-        return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
+        return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center) | latent
 
     # Matrices are too small for BLAS's own threads, so layers run in parallel with one thread each.
     with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -190,12 +188,12 @@ def make_basis(
         num_tokens=moments.num_tokens,
         context_length=moments.context_length,
         fingerprint=moments.fingerprint,
-        record={"center": center, "ridge": ridge},
+        record={"center": center, "ridge": DEFAULT_RIDGE},
     )
 
 
 def _solve_qk(
-    moments: Moments, layer: int, kind: QKKind, ridge: float, C_K: Matrices | None = None
+    moments: Moments, layer: int, kind: QKKind, C_K: Matrices | None = None
 ) -> dict[str, np.ndarray]:
     """Solve the side of q and k of one layer; `C_K` replaces the second moments of its keys."""
     C_Q = moments.second("q", layer)
@@ -212,7 +210,7 @@ def _solve_qk(
         case "oscar":
             A_K = solve_components(C_Q)
         case _:
-            A_K = solve_balanced(C_Q, C_K, ridge)
+            A_K = solve_balanced(C_Q, C_K)
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
     extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
     return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
@@ -230,7 +228,7 @@ def predict_noise(
 
 
 def _solve_vo(
-    moments: Moments, layer: int, W_O: np.ndarray, kind: VOKind, center: bool, ridge: float
+    moments: Moments, layer: int, W_O: np.ndarray, kind: VOKind, center: bool
 ) -> dict[str, np.ndarray]:
     M = _group_moment(W_O, moments.group_size, layer)
     source: Quantity = "o" if kind == "output" else "v"
@@ -249,7 +247,7 @@ def _solve_vo(
             assert moments.v_scored is not None  # `_check_scored` refuses moments without it.
             C = solve_components(moments.v_scored[layer])
         case _:
-            C = solve_balanced(M, C_V, ridge)
+            C = solve_balanced(M, C_V)
     return extra | {"v_map": C, "v_rms": _rms(seen, C)} | _measures("vo", M, C_V, C, scale=1.0)
 
 
