@@ -398,17 +398,16 @@ def add_moments(
 
     def compute_grams(seen: Seen, keys: Array) -> dict[str, Array]:
         seen = seen._replace(k=seen.exact_k)
-        grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
-        before = seen.attention.before_rope(
-            seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        )
-        others = {
-            "k_before": before,
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        vectors = {name: getattr(seen, name) for name in "qkvo"} | {
+            "k_before": seen.attention.before_rope(seen.k, positions),
             "k_rest": seen.k - keys[blocks],
             "v_scored": _weigh_by_scores(seen),
         }
-        found = {name: _gram(name, x, weight, K)[name] for name, x in others.items()}
-        return found | {name: value for gram in grams for name, value in gram.items()}
+        grams = dict[str, Array]()
+        for name, x in vectors.items():
+            grams |= _gram(name, x, weight, K)
+        return grams
 
     layers = observe(network, tokens, compute_grams, keys)
     return {name: total + jnp.stack([layer[name] for layer in layers]) for name, total in sums.items()}
