@@ -208,21 +208,19 @@ class Simulation:
                 self._shared[layer] = jax.device_put(folded)
         weights = {**self._shared[layer], "attention": self._attention[form]}
         block = Block(weights, self.config, self.config.layers[layer])
-        setattr(block.attention, DATA, nnx.Param(jnp.asarray(self._encode(plan.layers[layer]))))
+        setattr(block.attention, DATA, nnx.Param(jnp.asarray(_encode(plan.layers[layer]))))
         return block
 
-    def _encode(self, ranks: LayerRanks) -> Int[np.ndarray, "2 2 4"]:
-        """Return the data of a layer."""
-        if not ranks.qk:
-            return np.zeros((2, 2, 4), np.int32)
-        return np.array([_encode_parts(precision) for precision in precisions(ranks)], np.int32)
 
-
-def _encode_parts(precision: Precision) -> list[list[int]]:
-    """Return the numbers of the index and of the other stored coordinates."""
-    index, rank = precision.index, precision.rank
-    first = _encode_part(0, index, precision.bits_index)
-    return [first, _encode_part(index, rank, precision.bits)]
+def _encode(ranks: LayerRanks) -> Int[np.ndarray, "2 2 4"]:
+    """Return the data of a layer: numbers of the index and of the other stored coordinates."""
+    if not ranks.qk:
+        return np.zeros((2, 2, 4), np.int32)
+    parts = [
+        (_encode_part(0, each.index, each.bits_index), _encode_part(each.index, each.rank, each.bits))
+        for each in precisions(ranks)
+    ]
+    return np.array(parts, np.int32)
 
 
 def _encode_part(start: int, end: int, bits: int) -> list[int]:
