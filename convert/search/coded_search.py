@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Float
 
 from convert.search.knapsack import MOST_KINDS, knapsack_path
-from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
+from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions, put_layer
 from convert.search.simulation import Simulation
 from convert.search.trials import Trial, TrialBook
 from kernels_pallas import index_fits, plane_fits
@@ -339,18 +339,13 @@ class CodedSearch(Search):
         nats, tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], np.zeros(L)) for i in (0, 1))
         return self.base, nats._replace(cut=np.full(L, np.inf)), tasks
 
-    def _list_highest(self) -> list[LayerRanks]:
-        keys, values = self._list_levels()
-        return [build_layer(keys[-1], values[-1])] * self.config.num_layers
-
     def _list_far_layers(self) -> list[int]:
         """Return the layers that store far tokens: those without a sliding window."""
         return [layer for layer, spec in enumerate(self.config.layers) if spec.window is None]
 
     def _measure_alone(self, layer: int, ranks: LayerRanks, window: int) -> Float[np.ndarray, "2"]:
         """Return what a layer with these ranks loses, if all others have the highest precision."""
-        highest = self._list_highest()
-        plan = self._make_plan([*highest[:layer], ranks, *highest[layer + 1 :]], window)
+        plan = self._make_plan(put_layer(self._list_highest(), layer, ranks), window)
         return self._measure_few(plan) - self.base
 
     def _measure_few(self, plan: CompressionPlan) -> Float[np.ndarray, "2"]:
@@ -386,8 +381,7 @@ class CodedSearch(Search):
             assert self.best is not None
             if failures == CUT_FAILURES or self.cut_losses[layer] > self.allowed:
                 break
-            layers = self.best.plan.layers
-            plan = replace(self.best.plan, layers=(*layers[:layer], LayerRanks(0, 0), *layers[layer + 1 :]))
+            plan = replace(self.best.plan, layers=put_layer(self.best.plan.layers, layer, LayerRanks(0, 0)))
             failures += self.try_plan(plan) is not self.best
 
     def _halve_window(self) -> None:

@@ -209,13 +209,10 @@ class Search:
 
     def cost(self, trial: Trial) -> float:
         """Return the larger share of a limit that a plan uses; up to `allowed`, both limits hold."""
-        nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
-        return float(np.maximum(nats, self._compute_retention_cost(trial)))  # NaN is within no limit.
-
-    def _compute_retention_cost(self, trial: Trial) -> float:
-        if self.options.min_retention == 0:
-            return 0.0
-        return float(np.log(trial.least_retention) / np.log(self.options.min_retention))
+        nats, retention = np.log1p(trial.increase), self.options.min_retention
+        tasks = np.log(trial.least_retention) / np.log(retention) if retention else 0.0
+        # NaN is within no limit.
+        return float(np.maximum(nats / np.log1p(self.options.max_degradation), tasks))
 
     def _compute_losses(self, trial: Trial) -> Float[np.ndarray, "2"]:
         """Return the shares of the limits on perplexity and on tasks that a plan uses.
@@ -305,6 +302,11 @@ class Search:
         levels = tuple(map(Precision, rank_levels(self.config.head_dim)))
         return levels, levels
 
+    def _list_highest(self) -> list[LayerRanks]:
+        """Return all layers at the highest precision."""
+        keys, values = self._list_levels()
+        return [build_layer(keys[-1], values[-1])] * self.config.num_layers
+
     def _choose_layer_costs(self, window: int) -> tuple[LayerCosts, Callable[[Sequence[LayerRanks]], bool]]:
         """Measure layers and combine both losses at the best price.
 
@@ -334,12 +336,12 @@ class Search:
         """
         keys, values = self._list_levels()
         best_keys, best_values = keys[-1], values[-1]
-        highest = [build_layer(best_keys, best_values)] * self.config.num_layers
+        highest = self._list_highest()
         base = self._compute_losses(self.try_plan(self._make_plan(highest, window)))
 
         def measure_layer(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
-            layers = [*highest[:layer], ranks, *highest[layer + 1 :]]
-            return self._compute_losses(self.try_plan(self._make_plan(layers, window))) - base
+            plan = self._make_plan(put_layer(highest, layer, ranks), window)
+            return self._compute_losses(self.try_plan(plan)) - base
 
         def measure_side(
             layer: int, levels: Sequence[Precision], make_ranks: Callable[[Precision], LayerRanks]
@@ -370,10 +372,12 @@ class Search:
     def _list_steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
         """Return the plans one step below `plan`, cheapest first."""
         steps = list_reductions(costs, plan.layers, single=True)
-        return [
-            replace(plan, layers=(*plan.layers[:layer], ranks, *plan.layers[layer + 1 :]))
-            for layer, ranks in steps
-        ]
+        return [replace(plan, layers=put_layer(plan.layers, layer, ranks)) for layer, ranks in steps]
+
+
+def put_layer(layers: Sequence[LayerRanks], index: int, ranks: LayerRanks) -> tuple[LayerRanks, ...]:
+    """Return the layers with other ranks for one of them."""
+    return (*layers[:index], ranks, *layers[index + 1 :])
 
 
 def _add_at_price(nats: LayerCosts, tasks: LayerCosts, price: float) -> LayerCosts:
@@ -391,20 +395,14 @@ def describe_bytes(trial: Trial) -> str:
 
 def describe(config: ModelConfig, trial: Trial) -> str:
     """Return one line about a measured plan."""
-    low, high = trial.interval
+    plan, (low, high) = trial.plan, trial.interval
+    R, Z = np.mean([(ranks.qk, ranks.v) for ranks in plan.layers], axis=0)
+    cut = sum(ranks.qk == 0 for ranks in plan.layers)
     tasks = f", at least {trial.least_retention:.1%} of each task" if trial.retention else ""
     return (
         f"{describe_bytes(trial)} at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]{tasks}: "
-        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_settings(trial.plan)}"
-    )
-
-
-def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
-    R, Z = np.mean([(ranks.qk, ranks.v) for ranks in plan.layers], axis=0)
-    cut = sum(ranks.qk == 0 for ranks in plan.layers)
-    return (
-        f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
-        f"{cut} of {config.num_layers} layers drop all tokens outside the window"
+        f"window {plan.window}, mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
+        f"{cut} of {config.num_layers} layers drop all tokens outside the window{_describe_settings(plan)}"
     )
 
 
