@@ -56,8 +56,8 @@ class Vocabulary:
             raise ConversionError(f"tokenizer.ggml.tokens: {duplicate!r:.80} occurs twice")
         return cls(tokens, types, values)
 
-    def get_special(self, name: str) -> tuple[str, int] | None:
-        """Return a special token and its id, or None where the file has none.
+    def get_special(self, name: str) -> str | None:
+        """Return a special token, or None where the file has none.
 
         Raises:
           ConversionError: the id is outside the vocabulary.
@@ -69,7 +69,7 @@ class Vocabulary:
             raise ConversionError(
                 f"tokenizer.ggml.{name}_token_id={index!r:.80} must be an id below {len(self.tokens)}"
             )
-        return self.tokens[index], index
+        return self.tokens[index]
 
     def parse_flag(self, name: str, default: bool) -> bool:
         """Return a boolean value; raise `ConversionError` for another type."""
@@ -132,8 +132,8 @@ def _list_added_tokens(vocabulary: Vocabulary, kind: TokenType, *, strips: bool)
     """
     special, tokens = kind is TokenType.CONTROL, vocabulary.list_tokens(kind)
     unknown = vocabulary.get_special("unknown")
-    if special and unknown is not None and unknown[0] not in tokens:
-        tokens.append(unknown[0])
+    if special and unknown is not None and unknown not in tokens:
+        tokens.append(unknown)
     return [
         AddedToken(token, special=special, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE)
         for token in tokens
@@ -168,12 +168,11 @@ def _build_sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """
     if vocabulary.parse_flag("remove_extra_whitespaces", False):
         raise ConversionError("tokenizer.ggml.remove_extra_whitespaces=True is not supported; only False is")
-    unknown = vocabulary.get_special("unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary.map_ids(),
             _list_merges(vocabulary),
-            unk_token=unknown and unknown[0],
+            unk_token=vocabulary.get_special("unknown"),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -224,10 +223,11 @@ def _add_special_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bo
         )
     if added:
         template = [*(["bos"] if "bos" in added else []), "$A", *(["eos"] if "eos" in added else [])]
+        ids = vocabulary.map_ids()
         tokens = [
-            {"id": name, "ids": [pair[1]], "tokens": [pair[0]]}
-            for name, pair in added.items()
-            if pair is not None
+            {"id": name, "ids": [ids[token]], "tokens": [token]}
+            for name, token in added.items()
+            if token is not None
         ]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
@@ -240,7 +240,7 @@ def make_tokenizer_config(file: GGUF) -> dict[str, Any]:
     """
     vocabulary = Vocabulary.read(file)
     special = {f"{name}_token": vocabulary.get_special(theirs) for name, theirs in SPECIAL.items()}
-    config: dict[str, Any] = {name: pair[0] for name, pair in special.items() if pair is not None}
+    config: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None:
         if not isinstance(template, str):

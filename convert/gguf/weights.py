@@ -41,11 +41,9 @@ class GGUFWeights:
                     f"{tensor.path}: {name!r:.80} has type {tensor.kind.name}; supported are {supported}"
                 )
         # Vectors are float32 in every file.
-        matrices = Counter(tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1)
-        dtypes = Counter[str]()
-        for kind, count in matrices.items():
-            dtypes[str(PLAIN.get(kind, QUANTIZED_DTYPE))] += count
-        self.types = {kind.name: count for kind, count in matrices.most_common()}
+        matrices = [tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1]
+        dtypes = Counter(str(PLAIN.get(kind, QUANTIZED_DTYPE)) for kind in matrices)
+        self.types = {kind.name: count for kind, count in Counter(matrices).most_common()}
         self.dtype = max(sorted(dtypes), key=lambda name: dtypes[name], default="float32")
 
     def read(self, key: str, rows: slice | None = None) -> np.ndarray:
