@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, read_source
 from convert.default_text import write_default_text, write_library
-from convert.judging import RULER_SAMPLES, Judge, Row
-from convert.run_state import Candidate, RunState
+from convert.judging import Judge, Row
+from convert.run_state import Candidate, CompressOptions, RunState
 from convert.search.coded_search import CodedBooks, CodedSearch
 from convert.search.search import SearchOptions, describe_bytes
 from convert.search.trials import Trial
 from zdc_jax.cache.kv_cache import free_bytes
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import EvaluationError, PlanError, TextError
+from zdc_jax.errors import PlanError, TextError
 from zdc_jax.evaluation.evaluate import Material, prepare
 from zdc_jax.evaluation.splits import SPLITS, Split, documents_of
 from zdc_jax.evaluation.text import Document, read_documents
@@ -35,8 +35,6 @@ from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.presets import PLAN_FILE, coded_plan, preset_settings
 
-LEAST_CONTEXT = 1024
-"""Shortest context in tokens. The questions of all tasks need several hundred."""
 JOURNAL_FILE = "compress.journal.jsonl"
 """File in the output that keeps what the search measured."""
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
@@ -50,38 +48,6 @@ FALLBACKS = ("3bit", "4bit", "8bit")
 """Presets that are judged if smaller plans of the search fail."""
 DEFAULT_TEXT = "language reference, docstrings and code of Python's library"
 """Name of the default text in the file of a run, which continues only with the same text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressOptions:
-    """Options of `compress`.
-
-    Attributes:
-      max_loss: Largest relative increase of perplexity, such as 0.01 for 1 %.
-      context: Context length to calibrate, search and judge at, in tokens.
-      minutes: Time after which no further plan is searched. The judgement follows in any case.
-      tokens: Tokens of text to calibrate on. At least one context is read.
-      documents: Most documents with task questions in the judgement. Below 50, losses in single documents
-        can stay hidden. The search reads half as many, at most 12. Tasks of RULER have
-        two samples for each document, at most 100.
-      seed: Seed that chooses text and facts.
-    """
-
-    max_loss: float = 0.01
-    context: int = 8192
-    minutes: float = 5.0
-    tokens: int = 32_768
-    documents: int = 56
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.max_loss < 1:
-            raise EvaluationError(f"max_loss={self.max_loss} must lie between 0 and 1, such as 0.01 for 1 %")
-        if not self.minutes > 0:
-            raise EvaluationError(f"minutes={self.minutes} must be above 0")
-        for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1), ("seed", 0)):
-            if (value := getattr(self, name)) < least:
-                raise EvaluationError(f"{name}={value} must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -131,8 +97,7 @@ def compress(
     """
     options, output = options or CompressOptions(), Path(output)
     named = [*map(str, texts)] or [DEFAULT_TEXT]
-    run = {"source": str(Path(source).resolve()), "texts": named, **asdict(options)}
-    state = RunState.open(output, run, overwrite=overwrite)
+    state = RunState.open(output, options, Path(source), named, overwrite=overwrite)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         paths = texts or [write_default_text(folder / "reference"), *write_library(folder)]
@@ -160,7 +125,7 @@ def compress(
             watch(f"calibrating on {calibration.tokens:,} tokens")
             text = _write_unjudged(folder / "calibration", documents)
             calibrate(output, [text], calibration, dtype=_calibration_dtype(checkpoint))
-    return _Choice(checkpoint, materials, documents, options, state, watch).run()
+    return _Choice(checkpoint, materials, documents, state, watch).run()
 
 
 def _read_converted(output: Path) -> tuple[ModelConfig, Tokenizer | None]:
@@ -226,37 +191,26 @@ class _Choice:
       checkpoint: the folder.
       materials: text to search and to judge on.
       documents: all text.
-      options: options of the run.
-      state: what was measured so far.
+      state: options of the run, and what was measured so far.
       watch: receives a line of text at each stage.
     """
 
     checkpoint: Checkpoint
     materials: Mapping[Split, Material]
     documents: Sequence[Document]
-    options: CompressOptions
     state: RunState
     watch: Callable[[str], None]
 
     def run(self) -> Outcome:
         """Search, judge, and store the plan."""
-        state, options = self.state, self.options
+        state, options = self.state, self.state.options
         if not state.candidates:
             self.watch(f"searching for at most {options.minutes:g} minutes")
             began = time.monotonic()
             state.candidates = self._list_candidates()
             state.seconds = time.monotonic() - began
             state.save()
-        judge = Judge(
-            self.checkpoint,
-            self.materials["report"],
-            self.documents,
-            samples=min(2 * options.documents, RULER_SAMPLES),
-            max_loss=options.max_loss,
-            seed=options.seed,
-            state=state,
-            watch=self.watch,
-        )
+        judge = Judge(self.checkpoint, self.materials["report"], self.documents, state, self.watch)
         name = judge.choose()
         smallest, candidate = next(iter(state.candidates.items()))
         # The search goes on from its smallest plan if it knows losses of layers, and has time left.
@@ -294,7 +248,7 @@ class _Choice:
         It becomes the first candidate. The journal has all that was measured before.
         """
         state, context = self.state, self.materials["search"].context
-        self.watch(f"searching for at most {self.options.minutes - state.seconds / 60:.1f} more minutes")
+        self.watch(f"searching for at most {state.options.minutes - state.seconds / 60:.1f} more minutes")
         smallest = plan.bytes(context)
         search = self._open_search(refines=True, used=state.seconds, smallest=smallest)
         try:
@@ -315,7 +269,7 @@ class _Choice:
 
         Plans are reported if they have fewer bytes than `smallest`.
         """
-        material = self.materials["search"]
+        material, options = self.materials["search"], self.state.options
         assert material.windows is not None  # Perplexity is one of the tasks.
         began = time.monotonic() - used
         books = CodedBooks.open(
@@ -327,9 +281,9 @@ class _Choice:
             journal=self.checkpoint.path / JOURNAL_FILE,
         )
         limits = SearchOptions(
-            self.options.max_loss,
+            options.max_loss,
             min_retention=SEARCH_RETENTION,
-            minutes=self.options.minutes,
+            minutes=options.minutes,
             verifies=False,  # The judgement does that, on more text.
             refines=refines,
         )

@@ -101,10 +101,7 @@ class Judge:
       checkpoint: converted and calibrated folder.
       material: text for perplexity and for questions about documents.
       documents: text in which tasks of RULER hide their needles.
-      samples: samples of each task of RULER.
-      max_loss: largest relative increase of perplexity.
-      seed: seed that chooses text and facts.
-      state: plans and reports.
+      state: options, plans and reports.
       watch: receives a line of text at each stage.
     """
 
@@ -113,16 +110,12 @@ class Judge:
         checkpoint: Checkpoint,
         material: Material,
         documents: Sequence[Document],
-        *,
-        samples: int,
-        max_loss: float,
-        seed: int,
         state: RunState,
         watch: Callable[[str], None],
     ):
         self.checkpoint, self.material, self.documents = checkpoint, material, documents
-        self.samples, self.max_loss, self.seed = samples, max_loss, seed
-        self.state, self.watch = state, watch
+        self.state, self.options, self.watch = state, state.options, watch
+        self.samples = min(2 * self.options.documents, RULER_SAMPLES)
         self.dense = load(checkpoint.path)
         self.model: tuple[str, LanguageModel] | None = None  # The plan that was loaded last.
         self.evaluation = Evaluation(self.dense.network, material, protocol="cached", batch=1)
@@ -153,9 +146,9 @@ class Judge:
 
     def _find_failure(self, name: str) -> Failure | None:
         report = self.report(name)
-        if not (increase := report["perplexity"]["increase"]) <= self.max_loss:
-            reason = f"perplexity rises by {increase:.2%}, limit {self.max_loss:.2%}"
-            return Failure(reason, increase / self.max_loss)
+        limit = self.options.max_loss
+        if not (increase := report["perplexity"]["increase"]) <= limit:
+            return Failure(f"perplexity rises by {increase:.2%}, limit {limit:.2%}", increase / limit)
         for task, kept in report["tasks"].items():
             if not is_retained(kept):
                 return _describe_failure(task, kept["retention"], kept["interval"], JUDGED_BOUND)
@@ -205,23 +198,27 @@ class Judge:
     def _pose(self, task: str) -> PosedTask | None:
         """Return a task of RULER; None if it does not count, which is said once."""
         if task not in self.ruler:
-            posed = self._answer_without_plan(task)
-            if isinstance(posed, str):
-                self.watch(f"{task} is not judged: {posed}")
-            self.ruler[task] = None if isinstance(posed, str) else posed
+            try:
+                self.ruler[task] = self._answer_without_plan(task)
+            except EvaluationError as error:
+                self.watch(f"{task} is not judged: {error}")
+                self.ruler[task] = None
         return self.ruler[task]
 
-    def _answer_without_plan(self, task: str) -> PosedTask | str:
-        """Return a task of RULER with the scores of the unmodified model, or why it does not count."""
+    def _answer_without_plan(self, task: str) -> PosedTask:
+        """Return a task of RULER with the scores of the unmodified model.
+
+        Raises:
+          EvaluationError: the task does not count.
+        """
         if self.samples < LEAST_COUNTED:
-            return f"{self.samples} samples are fewer than {LEAST_COUNTED}"
-        try:
-            samples = self._prepare(task).ruler[task]
-        except EvaluationError as error:
-            return str(error)
+            raise EvaluationError(f"{self.samples} samples are fewer than {LEAST_COUNTED}")
+        samples = self._prepare(task).ruler[task]
         dense = self._score(self.dense, samples)
         if (right := np.count_nonzero(dense)) < LEAST_COUNTED:
-            return f"without a plan {right} of {len(dense)} answers are right, fewer than {LEAST_COUNTED}"
+            raise EvaluationError(
+                f"without a plan {right} of {len(dense)} answers are right, fewer than {LEAST_COUNTED}"
+            )
         return PosedTask(samples, dense)
 
     def _score(self, model: LanguageModel, samples: RulerTask) -> np.ndarray:
@@ -239,7 +236,7 @@ class Judge:
             contexts=(self.material.context,),
             split="report",
             max_documents=self.samples,
-            seed=self.seed,
+            seed=self.options.seed,
         )
         return material
 
