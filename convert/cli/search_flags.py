@@ -3,7 +3,6 @@
 import math
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError, PlanError, TextError
 from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
-from zdc_jax.evaluation.splits import Split, split_seed
+from zdc_jax.evaluation.splits import split_seed
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
@@ -88,18 +87,15 @@ class SearchFlags:
 
     def check(self, plan: PlanFlags) -> None:
         """Raise `PlanError` where one of these flags, or of a plan's, would be ignored."""
-        changed = list_changed(self)
-        if not self.is_requested:
-            if changed:
-                raise PlanError(f"{', '.join(changed)}: applies to a search only; add --texts PATH")
-            return
-        allowed = ["--method"] if self.texts and methods.get_search_kind(plan.method or "") == "bits" else []
-        if others := [flag for flag in list_changed(plan) if flag not in allowed]:
+        chooses_bits = methods.get_search_kind(plan.method or "") == "bits"
+        allowed = ["--method"] if self.texts and chooses_bits else []
+        others = [flag for flag in list_changed(plan) if flag not in allowed]
+        if self.is_requested and others:
             raise PlanError(
                 f"{', '.join(others)}: a search chooses the whole plan; "
                 f"drop {', '.join(others)} (only --method coded may be given, with --texts)"
             )
-        ignored = [flag for flag in changed if flag not in ("--max-degradation", "--texts")]
+        ignored = [flag for flag in list_changed(self) if flag not in ("--max-degradation", "--texts")]
         if ignored and not self.texts:
             raise PlanError(f"{', '.join(ignored)}: applies to a search only; add --texts PATH")
 
@@ -166,15 +162,7 @@ class SearchFlags:
         if self.text_windows < 1:
             raise EvaluationError(f"--text-windows {self.text_windows}: must be at least 1")
         count = self.text_windows + (self.documents if self.min_retention else 0)
-        windows, _ = draw_windows(
-            checkpoint,
-            self.texts,
-            count,
-            self.context,
-            batch=self.batch,
-            seed=self.seed,
-            split="search",
-        )
+        windows = self._draw_windows(checkpoint, count)
         if not self.min_retention:
             return windows, []
         # Where the text gives fewer windows, perplexity and tasks get the same shares of them.
@@ -199,36 +187,25 @@ class SearchFlags:
         )
         return windows[:-for_tasks], documents
 
+    def _draw_windows(self, checkpoint: Checkpoint, count: int) -> np.ndarray:
+        """Return up to `count` windows of the part of the text that searches read, int32 [W, T].
 
-def draw_windows(
-    checkpoint: Checkpoint,
-    texts: Sequence[Path],
-    count: int,
-    context: int | None,
-    *,
-    batch: int,
-    seed: int,
-    split: Split | None = None,
-) -> tuple[np.ndarray, list[str]]:
-    """Return up to `count` windows of a text or of one split of it, int32 [W, T], and their topics.
+        Text for fewer windows than `count` comes with a warning.
 
-    Text for fewer windows than `count` comes with a warning.
-
-    Raises:
-      TextError: no text, or not enough for one window.
-      CalibrationError: an impossible `context`, `batch` or `seed`.
-    """
-    if count < 1:
-        raise TextError(f"count={count}: must be at least 1 window")
-    if context is None:
-        context = min(checkpoint.config.max_positions, WINDOW_TOKENS)
-    options = CalibrationOptions(context=context, batch=batch, seed=seed)
-    length = options.window_length(checkpoint.config)
-    options = replace(options, tokens=count * length)
-    windows, topics = calibration_windows(checkpoint, texts, length, options, split)
-    if len(topics) < count:
-        warnings.warn(
-            f"the texts hold only {len(topics)} of the {count} windows of {length} tokens asked for",
-            stacklevel=2,
-        )
-    return windows, topics
+        Raises:
+          TextError: no text, or not enough for one window.
+          CalibrationError: an impossible --context, --batch or --seed.
+        """
+        context = self.context
+        if context is None:
+            context = min(checkpoint.config.max_positions, WINDOW_TOKENS)
+        options = CalibrationOptions(context=context, batch=self.batch, seed=self.seed)
+        length = options.window_length(checkpoint.config)
+        options = replace(options, tokens=count * length)
+        windows, _ = calibration_windows(checkpoint, self.texts, length, options, "search")
+        if len(windows) < count:
+            warnings.warn(
+                f"the texts hold only {len(windows)} of the {count} windows of {length} tokens asked for",
+                stacklevel=2,
+            )
+        return windows

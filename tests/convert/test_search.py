@@ -340,7 +340,7 @@ def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode
     monkeypatch.setattr(token_classes.Settings, "block", 256)
     monkeypatch.setattr(search_flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
-    monkeypatch.setattr(search_flags, "draw_windows", lambda *given, **options: (text, ["a", "a"]))
+    monkeypatch.setattr(search_flags.SearchFlags, "_draw_windows", lambda *given: text)
     asked = search_flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
     windows, documents = asked._draw_texts(Checkpoint.open(folder / "model"))
     assert windows.shape == (1, 448)
