@@ -151,10 +151,6 @@ def _derive_rope(values: Values) -> dict[str, Any]:
     factor = values.get_number("rope.scaling.factor", values.get_number("rope.scale_linear", 1.0))
     original = values.get("rope.scaling.original_context_length")
     kind = values.get("rope.scaling.type", "none" if factor == 1 else "linear")
-    known: dict[Any, dict[str, Any]] = {
-        "none": {"rope_type": "default"},
-        "linear": {"rope_type": "linear", "factor": factor},
-    }
     tensors = [name for name in ROPE_TENSORS if values.has_tensor(name)]
     if tensors and kind not in ("none", "longrope"):
         raise ConversionError(
@@ -167,7 +163,9 @@ def _derive_rope(values: Values) -> dict[str, Any]:
         return settings | derive_llama3_rope(_read_factors(values, ROPE_FREQS), settings["rope_theta"])
     if kind == "yarn":
         return settings | {"original_max_position_embeddings": original} | _derive_yarn(values)
-    return settings | (known[kind] if isinstance(kind, str) and kind in known else {"rope_type": kind})
+    if kind == "linear":
+        return settings | {"rope_type": "linear", "factor": factor}
+    return settings | {"rope_type": "default" if kind == "none" else kind}
 
 
 def _read_factors(values: Values, name: str) -> list[float]:
