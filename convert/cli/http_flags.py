@@ -1,6 +1,6 @@
 """Flags of `zdc serve` about HTTP: its address, its connections and its API keys."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -50,10 +50,10 @@ class HttpFlags:
 
     def check_replicas(self, replicas: int) -> None:
         """Raise `PromptError` for a flag that replicas do not have."""
-        for flag in fields(self):
-            value = getattr(self, flag.name)
-            if flag.name in SINGLE and value != flag.default:
+        for name in SINGLE:
+            value = getattr(self, name)
+            if value != getattr(HttpFlags, name):
                 raise PromptError(
-                    f"{flag.name}={str(value)!r}: not with --replicas {replicas}, whose connections HAProxy "
+                    f"{name}={str(value)!r}: not with --replicas {replicas}, whose connections HAProxy "
                     "holds; drop one flag"
                 )

@@ -112,11 +112,7 @@ def _run(name: str, arguments: list[str]) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        except (
-            ZDCError,
-            OSError,
-            NotImplementedError,
-        ) as error:  # `NotImplementedError` names unsupported cases.
+        except (ZDCError, OSError, NotImplementedError) as error:  # The last names unsupported cases.
             print(f"error: {reword_for_flags(str(error), command)}", file=sys.stderr)
             return 2
         except (RuntimeError, AssertionError) as error:
