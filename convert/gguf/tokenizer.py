@@ -82,10 +82,6 @@ class Vocabulary:
         """Return the id of each token."""
         return {token: index for index, token in enumerate(self.tokens)}
 
-    def list_tokens(self, kind: TokenType) -> list[str]:
-        """Return the tokens of a type."""
-        return [token for token, other in zip(self.tokens, self.types, strict=True) if other == kind]
-
 
 def _get_list(values: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
     """Return a value that must be a list of `count` elements of one type.
@@ -130,7 +126,8 @@ def _list_added_tokens(vocabulary: Vocabulary, kind: TokenType, *, strips: bool)
       kind: type of the tokens. Control tokens are special: decoding leaves them out.
       strips: whether tokens absorb a following space, but for `PHI3_KEEPS_SPACE`.
     """
-    special, tokens = kind is TokenType.CONTROL, vocabulary.list_tokens(kind)
+    special, pairs = kind is TokenType.CONTROL, zip(vocabulary.tokens, vocabulary.types, strict=True)
+    tokens = [token for token, other in pairs if other == kind]
     unknown = vocabulary.get_special("unknown")
     if special and unknown is not None and unknown not in tokens:
         tokens.append(unknown)
@@ -211,24 +208,18 @@ KINDS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
 
 def _add_special_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
     """Make the tokenizer add BOS and EOS to texts where the file asks for them."""
-    defaults = {"bos": adds_bos, "eos": False}
-    added = {
-        name: vocabulary.get_special(name)
-        for name, default in defaults.items()
-        if vocabulary.parse_flag(f"add_{name}_token", default)
-    }
-    if absent := [name for name, token in added.items() if token is None]:
-        raise ConversionError(
-            f"tokenizer.ggml.{absent[0]}_token_id is missing, but add_{absent[0]}_token requires it"
-        )
+    added = dict[str, str]()
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        if vocabulary.parse_flag(f"add_{name}_token", default):
+            if (token := vocabulary.get_special(name)) is None:
+                raise ConversionError(
+                    f"tokenizer.ggml.{name}_token_id is missing, but add_{name}_token requires it"
+                )
+            added[name] = token
     if added:
         template = [*(["bos"] if "bos" in added else []), "$A", *(["eos"] if "eos" in added else [])]
         ids = vocabulary.map_ids()
-        tokens = [
-            {"id": name, "ids": [ids[token]], "tokens": [token]}
-            for name, token in added.items()
-            if token is not None
-        ]
+        tokens = [{"id": name, "ids": [ids[token]], "tokens": [token]} for name, token in added.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
