@@ -31,15 +31,12 @@ def keep_programs() -> None:
         folder = find_folder()
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # Who writes here runs code in this process.
-        free = shutil.disk_usage(folder).free
+        if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
+            raise OSError(f"{folder} has {free:,} bytes left")
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"{folder} is not writable")
     except (OSError, RuntimeError) as error:  # A user without a home folder is a `RuntimeError`.
         print(f"compiled programs are not kept: {error}", file=sys.stderr)
-        return
-    if free < LEAST_FREE_BYTES:
-        print(f"compiled programs are not kept: {folder} has {free:,} bytes left", file=sys.stderr)
-        return
-    if not os.access(folder, os.W_OK):
-        print(f"compiled programs are not kept: {folder} is not writable", file=sys.stderr)
         return
     if is_new:
         print(f"compiled programs are kept in {folder}; zdc {FLAG} COMMAND keeps none", file=sys.stderr)
