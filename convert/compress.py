@@ -8,7 +8,7 @@ If it holds the limits, the search goes on from it in the time that is left.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,9 +133,8 @@ def _read_converted(output: Path) -> tuple[ModelConfig, Tokenizer | None]:
     return checkpoint.config, checkpoint.tokenizer()
 
 
-def _write_unjudged(folder: Path, documents: Iterable[Document]) -> Path:
+def _write_unjudged(folder: Path, documents: Sequence[Document]) -> Path:
     """Write the text that the judgement does not read into a folder, one folder for each topic."""
-    documents = list(documents)
     for split in (split for split in SPLITS if split != "report"):
         for index, document in enumerate(documents_of(split, documents)):
             topic = folder / (document.topic or "text")
