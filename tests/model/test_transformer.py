@@ -1,11 +1,15 @@
 """Transformer: cached = uncached, chunked = whole, ragged = one by one; arrays are physically smaller."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TinyModel
+from conftest import OPT, TinyModel
 
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.methods.coded import Settings
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.mesh import MeshConfig
@@ -127,6 +131,27 @@ def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
         return str(jax.make_jaxpr(lambda n, t: n(t))(network, tokens))
 
     assert program(rotated) == program(tiny_opt.dense)
+
+
+def test_a_mean_that_values_leave_out_needs_no_bits():
+    # Values have a common part that is much larger than what differs.
+    tiny = TinyModel(OPT)
+    for layer in tiny.layers:
+        layer["attention"]["v_bias"] += 20
+    full = CompressionPlan.full(OPT)
+    tiny.dense = Transformer(OPT, full, tiny.embeddings, tiny.layers)
+    settings = Settings(bits_k=8, bits_v=3, index=0, read=0)
+    plan = CompressionPlan.uniform(OPT, qk=OPT.head_dim, v=OPT.head_dim, window=8, sinks=2)
+    layers = tuple(replace(ranks, settings=settings) for ranks in plan.layers)
+    plan = replace(plan, method="coded", settings=settings, layers=layers)
+    tokens = tiny.tokens(2, 48)
+    expected = window_nll(tiny.dense, tokens)
+
+    def lose(center: bool) -> float:
+        network = tiny.model(plan, tiny.basis(center=center)).network
+        return np.abs(window_nll(network, tokens) - expected).max()
+
+    assert lose(center=True) < lose(center=False) / 3
 
 
 @pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])

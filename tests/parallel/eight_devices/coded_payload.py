@@ -148,7 +148,7 @@ def tiny(tmp_path_factory):
     """Return a model, its folder without calibration, and its basis."""
     model, folder = TinyModel(CONFIG), tmp_path_factory.mktemp("coded") / "model"
     model.write(folder)
-    return model, folder, replace(model.basis(), fingerprint=Checkpoint.open(folder).fingerprint)
+    return model, folder, replace(model.basis(center=True), fingerprint=Checkpoint.open(folder).fingerprint)
 
 
 PLANS = {

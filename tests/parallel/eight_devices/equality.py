@@ -128,7 +128,7 @@ def test_late_ulysses_truncates_what_whole_projections_give():
     """Compare a model that keeps all coordinates with one that dropped them in its weights."""
     model = tiny("opt", 4, 4)
     config = model.config
-    plan, basis = CompressionPlan.uniform(config, qk=16, v=16), model.basis()
+    plan, basis = CompressionPlan.uniform(config, qk=16, v=16), model.basis(center=True)
     layers = []
     for index, layer in enumerate(model.layers):
         ranks = plan.layers[index]
