@@ -124,7 +124,8 @@ class Judge:
     def choose(self) -> str | None:
         """Judge plans, the smallest first, and return the first that holds the limits; None if none does.
 
-        After a failure, the next plan is that whose predicted loss is smaller by at least the excess.
+        After a failure, the next plan is that whose predicted loss is smaller by at least the excess. Plans
+        without a prediction are not left out.
         """
         most_loss, least_bytes = math.inf, 0.0
         for name, candidate in self.state.candidates.items():

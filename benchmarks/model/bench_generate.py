@@ -248,8 +248,9 @@ def check_options(options: Options) -> None:
 
 
 def list_settings(options: Options) -> dict[str, Any]:
-    """Return the options that belong to the results."""
-    settings = {name: value for name, value in asdict(options).items() if name not in ("worker", "results")}
+    """Return the options that belong to the results; a real model has no use for the shape."""
+    left_out = ("worker", "results", *(("shape",) if options.model else ()))
+    settings = {name: value for name, value in asdict(options).items() if name not in left_out}
     return settings | {name: str(settings[name]) for name in ("model", "config", "plan") if settings[name]}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.model import bench_generate
-from benchmarks.model.bench_generate import Options, main
+from benchmarks.model.bench_generate import Options, list_settings, main
 
 
 def test_prompts_beyond_the_model_fail_before_any_side_runs(monkeypatch, tmp_path):
@@ -16,6 +16,13 @@ def test_prompts_beyond_the_model_fail_before_any_side_runs(monkeypatch, tmp_pat
     options = Options(model=Path("model"), sides=("ours-16",), lengths=(1024, 4096), results=tmp_path)
     with pytest.raises(SystemExit, match=r"the model has 4,096 .* at most 4,031 tokens"):
         main(options)
+
+
+def test_results_of_a_real_model_name_no_shape():
+    assert list_settings(Options())["shape"] == "llama-3-8b"
+    settings = list_settings(Options(model=Path("model")))
+    assert settings["model"] == "model"
+    assert "shape" not in settings
 
 
 def test_a_plan_is_needed_for_its_side():
