@@ -178,20 +178,29 @@ def send(kind: str, value: dict[str, Any]) -> None:
     print(MARK, json.dumps([kind, value]), flush=True)
 
 
-def run_side(side: Side) -> tuple[int, dict[str, Any], list[Row]]:
-    """Run one side in a process of its own; return its exit status, environment and rows."""
+def run_side(side: Side, run: dict[str, Any], path: Path) -> int:
+    """Run one side in a process of its own, write each of its rows, and return its exit status."""
     assert __spec__ is not None
     command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--worker", side]
-    values: dict[str, list[dict[str, Any]]] = {"environment": [], "row": []}
+    run["results"] = [row for row in run["results"] if row["side"] != side]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(MARK):
-                kind, value = json.loads(line.removeprefix(MARK))
-                values[kind].append(value)
-                print(describe(value) if kind == "row" else f"{side}: {value}", flush=True)
-    rows = [row | {"repeats": len(row.get("first_token", ())), "commit": commit()} for row in values["row"]]
-    return process.returncode, (values["environment"] or [{}])[0], rows
+                store(side, run, *json.loads(line.removeprefix(MARK)))
+                with whole_file(path) as file:
+                    file.write_text(as_text(run))
+    return process.returncode
+
+
+def store(side: Side, run: dict[str, Any], kind: str, value: dict[str, Any]) -> None:
+    """Print what a side has sent, and put it into the results of the run."""
+    if kind == "row":
+        print(describe(value), flush=True)
+        run["results"].append(value | {"repeats": len(value.get("first_token", ())), "commit": commit()})
+    else:
+        print(f"{side}: {value}", flush=True)
+        run["environments"][side], run["device"] = value, value["device"]
 
 
 def describe(row: Row) -> str:
@@ -207,7 +216,7 @@ def describe(row: Row) -> str:
 
 
 def main(options: Options) -> None:
-    """Run all sides and write their rows, after each side.
+    """Run all sides and write their rows, after each row.
 
     Raises:
       SystemExit: an option does not fit the others, or a side failed.
@@ -219,15 +228,11 @@ def main(options: Options) -> None:
     failed = []
     path = options.results / f"{options.name}.json"
     run = json.loads(path.read_text()) if path.exists() else {"environments": {}, "results": []}
-    run |= {"benchmark": options.name, "config": list_settings(options)}
+    run |= {"benchmark": options.name, "config": list_settings(options), "devices": 1, "commit": commit()}
+    options.results.mkdir(parents=True, exist_ok=True)
     for side in options.sides:
-        status, run["environments"][side], rows = run_side(side)
+        status = run_side(side, run, path)
         failed += [f"{side} ended with exit status {status}"] if status else []
-        run |= {"device": run["environments"][side].get("device"), "devices": 1, "commit": commit()}
-        run["results"] = [row for row in run["results"] if row["side"] != side] + rows
-        options.results.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            file.write_text(as_text(run))
     print(path)
     if failed:
         raise SystemExit(f"some rows are missing: {', '.join(failed)}")
