@@ -38,8 +38,8 @@ from zdc_jax.presets import PLAN_FILE, coded_plan, preset_settings
 JOURNAL_FILE = "compress.journal.jsonl"
 """File in the output that keeps what the search measured."""
 TASKS = ("perplexity", "copy", "induction", "lookup", "passkey")
-SEARCH_RETENTION = 0.97
-"""Smallest retention of each task that counts in the search."""
+SEARCH_SHARE = 0.6
+"""Loss that the search allows in each task that counts, relative to that of the judgement."""
 SEARCH_DOCUMENTS = 12
 """Most documents of the search, which measures many plans."""
 MOST_LARGER = 1.5
@@ -281,7 +281,7 @@ class _Choice:
         )
         limits = SearchOptions(
             options.max_loss,
-            min_retention=SEARCH_RETENTION,
+            min_retention=1 - SEARCH_SHARE * (1 - options.min_retention),
             minutes=options.minutes,
             verifies=False,  # The judgement does that, on more text.
             refines=refines,

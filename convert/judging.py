@@ -25,15 +25,14 @@ from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.plan import CompressionPlan
 
-JUDGED_RETENTION = 0.95
-"""Smallest retention of each task that counts. For tasks of RULER it is the ratio of mean scores."""
-JUDGED_BOUND = 0.93
-"""Smallest lower end of the 95 % interval of the retention of questions about documents. Where one document
-of ten loses a fact, few documents do not show it."""
+TASK_MARGIN = 0.02
+"""Distance that the lower end of the 95 % interval may have below the limit, for questions about documents.
+Where one document of ten loses a fact, few documents do not show it."""
 RULER_TASKS = ("niah_multivalue", "fwe", "niah_multikey_2", "vt", "niah_multikey_3")
 """Tasks of RULER, first those that lost most on Qwen2.5-Coder-1.5B. Perplexity does not show such losses."""
-RULER_BOUND = 0.90
-"""Smallest lower end for tasks of RULER. Their answers are right or wrong, which makes intervals wide."""
+RULER_MARGIN = 0.05
+"""The same for the ratio of mean scores in tasks of RULER. Their answers are right or wrong, which makes
+intervals wide."""
 RULER_SAMPLES = 100
 """Most samples of a task of RULER."""
 LEAST_GROWTH = 1.03
@@ -147,15 +146,17 @@ class Judge:
 
     def _find_failure(self, name: str) -> Failure | None:
         report = self.report(name)
-        limit = self.options.max_loss
+        limit, least = self.options.max_loss, self.options.min_retention
         if not (increase := report["perplexity"]["increase"]) <= limit:
             return Failure(f"perplexity rises by {increase:.2%}, limit {limit:.2%}", increase / limit)
         for task, kept in report["tasks"].items():
-            if not is_retained(kept):
-                return _describe_failure(task, kept["retention"], kept["interval"], JUDGED_BOUND)
+            if kept["counts"] and (
+                failure := find_loss(task, kept["retention"], kept["interval"], least, TASK_MARGIN)
+            ):
+                return failure
         for task, score in self._list_scores(name):
-            if not is_score_kept(score):
-                return _describe_failure(task, score["ratio"], score["ratio_interval"], RULER_BOUND)
+            if failure := find_loss(task, score["ratio"], score["ratio_interval"], least, RULER_MARGIN):
+                return failure
         return None
 
     def report(self, name: str) -> Any:
@@ -269,31 +270,27 @@ def choose_batch(checkpoint: Checkpoint, context: int) -> int:
     return batch
 
 
-def is_retained(task: Mapping[str, Any]) -> bool:
-    """Return whether the retention of a document task, and the lower end of its interval, hold the limits.
+def find_loss(
+    task: str, kept: float, interval: tuple[float, float] | None, least: float, margin: float
+) -> Failure | None:
+    """Return what a plan loses in a task, or None if it holds the limits.
 
-    A task that does not count holds them. One document has no interval.
+    In tasks of RULER gains count as losses do. Where the unmodified model is often wrong, any noise changes
+    single answers.
+
+    Args:
+      task: name of the task, for the reason.
+      kept: retention, or the ratio of mean scores.
+      interval: its 95 % interval; None for one document.
+      least: smallest share to keep.
+      margin: distance that the lower end of the interval may have below `least`.
     """
-    low = task["retention"] if task["interval"] is None else task["interval"][0]
-    return not task["counts"] or (task["retention"] >= JUDGED_RETENTION and low >= JUDGED_BOUND)
-
-
-def is_score_kept(score: Mapping[str, Any]) -> bool:
-    """Return whether the mean score in a task of RULER that counts holds the limits.
-
-    Gains count as losses do. Where the unmodified model is often wrong, any noise changes single answers.
-    """
-    return score["ratio"] >= JUDGED_RETENTION and score["ratio_interval"][0] >= RULER_BOUND
-
-
-def _describe_failure(task: str, kept: float, interval: tuple[float, float] | None, bound: float) -> Failure:
-    """Return what a plan keeps of a task that it fails."""
-    reason = f"{task} keeps {kept:.3f} (limit {JUDGED_RETENTION:.2f})"
-    excess = (1 - kept) / (1 - JUDGED_RETENTION)
-    if interval is None:
-        return Failure(reason, excess)
-    reason += f", lowest {interval[0]:.3f} (limit {bound:.2f})"
-    return Failure(reason, max(excess, (1 - interval[0]) / (1 - bound)))
+    reason, excess = f"{task} keeps {kept:.3f} (limit {least:.3f})", (1 - kept) / (1 - least)
+    if interval is not None:
+        bound = round(least - margin, 6)
+        reason += f", lowest {interval[0]:.3f} (limit {bound:.3f})"
+        excess = max(excess, (1 - interval[0]) / (1 - bound))
+    return None if excess <= 1 else Failure(reason, excess)  # NaN is a failure.
 
 
 def _find_worst(report: Mapping[str, Any]) -> float | None:

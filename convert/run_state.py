@@ -23,6 +23,7 @@ class CompressOptions:
 
     Attributes:
       max_loss: Largest relative increase of perplexity, such as 0.01 for 1 %.
+      min_retention: Smallest share of each task that the plan must keep.
       context: Context length to calibrate, search and judge at, in tokens.
       minutes: Time after which no further plan is searched. The judgement follows in any case.
       tokens: Tokens of text to calibrate on. At least one context is read.
@@ -33,6 +34,7 @@ class CompressOptions:
     """
 
     max_loss: float = 0.01
+    min_retention: float = 0.95
     context: int = 8192
     minutes: float = 5.0
     tokens: int = 32_768
@@ -42,6 +44,10 @@ class CompressOptions:
     def __post_init__(self) -> None:
         if not 0 < self.max_loss < 1:
             raise EvaluationError(f"max_loss={self.max_loss} must lie between 0 and 1, such as 0.01 for 1 %")
+        if not 0 < self.min_retention < 1:
+            raise EvaluationError(
+                f"min_retention={self.min_retention} must lie between 0 and 1, such as 0.95 for 95 %"
+            )
         if not self.minutes > 0:
             raise EvaluationError(f"minutes={self.minutes} must be above 0")
         for name, least in (("context", LEAST_CONTEXT), ("documents", 1), ("tokens", 1), ("seed", 0)):

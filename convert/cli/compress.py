@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from convert.cli.flags import show_default
 from convert.compress import CompressOptions, Outcome, compress
-from convert.judging import JUDGED_BOUND, JUDGED_RETENTION, RULER_BOUND, Row
+from convert.judging import RULER_MARGIN, TASK_MARGIN, Row
 
 COLUMNS = ("bytes", "tokens that fit", "perplexity", "KL", "worst task", "tokens/s")
 """Columns of numbers in the final table. All digits fit into 80 characters."""
@@ -63,9 +63,10 @@ def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> Non
         table.add_row(*row)
     console.print(table)
     if not outcome.within:
+        most, least = command.options.max_loss, command.options.min_retention
         console.print(
-            f"no plan holds the limits ({command.options.max_loss:.1%} of perplexity, every task at "
-            f"{JUDGED_RETENTION:.0%} with an interval above {JUDGED_BOUND:.0%}, in RULER {RULER_BOUND:.0%}); "
+            f"no plan holds the limits ({most:.1%} of perplexity, every task at {least:.1%} with an interval "
+            f"above {least - TASK_MARGIN:.1%}, in RULER {least - RULER_MARGIN:.1%}); "
             "the folder keeps the plan of 8 bits",
             soft_wrap=True,
         )

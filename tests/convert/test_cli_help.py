@@ -12,7 +12,7 @@ PENALTY_FLAGS = "presence-penalty frequency-penalty repetition-penalty"
 SAMPLING_FLAGS = f"temperature top-k top-p min-p {PENALTY_FLAGS} json-schema regex seed"
 PLAN_FLAGS = "preset qk v budget max-score-error window sinks method set"
 FLAGS = {
-    "compress": "max-loss context minutes tokens documents seed texts overwrite",
+    "compress": "max-loss min-retention context minutes tokens documents seed texts overwrite",
     "convert": "dtype overwrite verify",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
