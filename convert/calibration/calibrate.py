@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from convert.calibration.collect_profile import collect_profile, whole_plan
+from convert.calibration.far_values import sum_far_values
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
@@ -62,7 +63,7 @@ class CalibrationOptions:
       qk: Kind of the basis of Q and K. balanced weighs queries and keys alike. auto picks stacked or
         balanced by the lower perplexity at half rank, which suits plans that truncate.
       vo: Kind of the basis of V and O. auto picks as for Q and K.
-      center: Subtract the mean of values first.
+      center: Subtract the mean of values first, weighted by the attention to older tokens.
       tokens: Tokens of text to read.
       context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys
         beyond this length in ways that calibration does not see.
@@ -330,13 +331,15 @@ def collect_moments(
 def zero_sums(network: Transformer) -> dict[str, Array]:
     """Create sums for `add_moments`, float32.
 
-    Arrays q, k, v, o, k_before, k_rest and v_scored are [L, K, H, H]; q_sum and others are [L, K, H].
+    Arrays q, k, v, o, k_before, k_rest and v_scored are [L, K, H, H]; q_sum, v_far and others are [L, K, H];
+    far is [L, K].
     """
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
     names = (*"qkvo", "k_before", "k_rest", "v_scored")
     grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in names}
-    return grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
+    sums = {name: jnp.zeros((L, K, H), jnp.float32) for name in ("q_sum", "k_sum", "v_sum", "o_sum", "v_far")}
+    return grams | sums | {"far": jnp.zeros((L, K), jnp.float32)}
 
 
 def estimate_shift(network: Transformer, windows: np.ndarray) -> np.ndarray:
@@ -404,7 +407,7 @@ def add_moments(
             "k_rest": seen.k - keys[blocks],
             "v_scored": _weigh_by_scores(seen),
         }
-        grams = dict[str, Array]()
+        grams = sum_far_values(seen, weight)
         for name, x in vectors.items():
             grams |= _gram(name, x, weight, K)
         return grams

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float64, Int32
 from threadpoolctl import threadpool_limits
 
-from convert.calibration.moments import QUANTITIES, Moments, Quantity
+from convert.calibration.moments import QUANTITIES, Moments
 from zdc_jax.basis import Basis, QKKind, VOKind
 from zdc_jax.errors import CalibrationError
 
@@ -143,7 +143,8 @@ def make_basis(
       vo: `stacked` (rows of V and columns of W_O), `balanced`, `output` or `oscar`, the components of values
         weighted by scores. `output` is balanced with O's moments instead of V's: exact for the heads'
         outputs when G = 1, pooled over a group otherwise.
-      center: subtract the mean of values first (for `output`, O's mean).
+      center: subtract the mean of values first, weighted by the attention to older tokens (for `output`, O's
+        mean).
       shiftable: layers whose keys may leave out their mean (`zdc_jax.ops.shift`). They do if that lowers
         `predict_noise` below `WORTH_SHIFTING`; not for `pairs`, and not without `Moments.k_rest`.
 
@@ -231,15 +232,15 @@ def _solve_vo(
     moments: Moments, layer: int, W_O: np.ndarray, kind: VOKind, center: bool
 ) -> dict[str, np.ndarray]:
     M = _group_moment(W_O, moments.group_size, layer)
-    source: Quantity = "o" if kind == "output" else "v"
     extra: dict[str, np.ndarray] = {}
-    C_V = moments.second(source, layer)
     seen = moments.second("v", layer)
+    C_V = moments.second("o", layer) if kind == "output" else seen
     if center:
-        C_V = moments.covariance(source, layer)
-        shift, mean = moments.mean(source, layer), moments.mean("v", layer)
+        shift = moments.mean("o", layer) if kind == "output" else moments.far_mean(layer)
+        rest = moments.mean("v", layer) - shift
+        seen = moments.covariance("v", layer) + rest[:, :, None] * rest[:, None, :]
+        C_V = moments.covariance("o", layer) if kind == "output" else seen
         extra["value_mean"] = shift
-        seen = moments.covariance("v", layer) + (mean - shift)[:, :, None] * (mean - shift)[:, None, :]
     match kind:
         case "stacked":
             C = solve_stacked(M / moments.num_tokens, C_V)
@@ -284,7 +285,7 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
     if moments.num_tokens <= 0:
         raise CalibrationError(f"the moments cover num_tokens={moments.num_tokens}; calibrate on some text")
     required = [name for quantity in QUANTITIES for name in (quantity, f"{quantity}_sum")]
-    for name in (*required, "k_before", "k_rest", "v_scored"):
+    for name in (*required, "k_before", "k_rest", "v_scored", "v_far"):
         if (values := getattr(moments, name)) is not None:
             _check_finite(f"moments of {name}", values)
     L, K, H = moments.k.shape[:3]

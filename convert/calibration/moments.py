@@ -32,6 +32,9 @@ class Moments:
       k_rest: Σ xᵀx of keys without the mean key of their block, float64 [L, K, H, H]; None as for `k_before`.
       v_scored: Σ s xᵀx of values, float64 [L, K, H, H]; None as for `k_before`. The weight s sums the squared
         scores of the value's key with all queries of its window and group.
+      v_far: Σ p x of values, float64 [L, K, H]; None as for `k_before`. The weight p sums the attention of
+        every fourth query, if the value belongs neither to its sinks nor to its window.
+      far: Σ p, float64 [L, K]; None as for `k_before`.
     """
 
     q: np.ndarray
@@ -50,6 +53,8 @@ class Moments:
     key_shift: np.ndarray | None = None
     k_rest: np.ndarray | None = None
     v_scored: np.ndarray | None = None
+    v_far: np.ndarray | None = None
+    far: np.ndarray | None = None
 
     def count(self, name: Quantity) -> int:
         """Return the number of vectors summed over: tokens, times G for q and o."""
@@ -62,6 +67,17 @@ class Moments:
     def mean(self, name: Quantity, layer: int) -> np.ndarray:
         """Return the mean vector [K, H]."""
         return getattr(self, f"{name}_sum")[layer] / self.count(name)
+
+    def far_mean(self, layer: int) -> np.ndarray:
+        """Return the mean value weighted by attention to older tokens, [K, H].
+
+        It is the mean of all values where the weights are unknown or zero.
+        """
+        mean = self.mean("v", layer)
+        if self.v_far is None or self.far is None:
+            return mean
+        weight = self.far[layer, :, None]
+        return np.where(weight > 0, self.v_far[layer] / np.where(weight > 0, weight, 1), mean)
 
     def covariance(self, name: Quantity, layer: int) -> np.ndarray:
         """Return the second moments about the mean, [K, H, H]."""
@@ -83,6 +99,6 @@ class Moments:
         Raises:
           CheckpointError: the files are missing, corrupt, or of another format version.
         """
-        optional = {"k_before", "key_shift", "k_rest", "v_scored"}
+        optional = {"k_before", "key_shift", "k_rest", "v_scored", "v_far", "far"}
         names = {f.name for f in fields(cls)} - optional
         return cls(**load_fields(folder, "moments", names, optional=optional))

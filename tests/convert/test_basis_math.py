@@ -338,6 +338,21 @@ def test_centred_values_leave_the_output_unchanged_at_full_rank():
     np.testing.assert_allclose(back + basis.value_mean[0, 0], V, atol=1e-8)
 
 
+def test_values_are_centred_where_older_tokens_are_attended_to():
+    moments, x, weights = sample_moments()
+    attended = np.random.default_rng(1).random((2, 2, 50)) ** 4
+    attended[1, 1] = 0  # This head attends to no older token.
+    V = x["v"][:, :, 0]
+    weighed = replace(moments, v_far=np.einsum("LKT,LKTH->LKH", attended, V), far=attended.sum(-1))
+    basis = make_basis(weighed, weights, center=True)
+    expected = np.average(V[0, 1], axis=0, weights=attended[0, 1])
+    np.testing.assert_allclose(basis.value_mean[0, 1], expected)
+    np.testing.assert_allclose(basis.value_mean[1, 1], V[1, 1].mean(0))
+    rows = (V[0, 1] - expected) @ basis.v_map[0, 1]
+    np.testing.assert_allclose(basis.v_rms[0, 1], np.sqrt((rows**2).mean(0)), rtol=1e-6)
+    assert make_basis(weighed, weights).value_mean is None
+
+
 def test_output_centres_on_the_outputs():
     moments, x, weights = sample_moments()
     basis = make_basis(moments, weights, vo="output", center=True)

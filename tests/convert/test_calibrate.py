@@ -15,6 +15,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 
+from convert.calibration import far_values
 from convert.calibration.calibrate import (
     CalibrationOptions,
     _gram,
@@ -109,6 +110,31 @@ def test_moments_equal_brute_force(tiny: TinyModel, batch):
         scored = np.einsum("KBTH,KBTI->KHI", weighted, weighted)
         np.testing.assert_allclose(moments.v_scored[index], scored, atol=5e-5 * np.abs(scored).max())
     assert moments.num_tokens == 96
+
+
+def test_values_are_weighed_by_the_attention_of_later_queries(tiny_llama: TinyModel, monkeypatch):
+    monkeypatch.setattr(far_values, "QUERIES", 8)  # 20 queries leave a remainder.
+    tokens, window, sinks = tiny_llama.tokens(2, 80), 64, 4
+    moments = collect_moments(tiny_llama.dense, tokens, fingerprint="x", batch=2)
+    time = np.arange(80)
+    is_far = (time[None] <= time[:, None] - window) & (time[None] >= sinks)
+    assert moments.v_far is not None
+    assert moments.far is not None
+    for layer, vectors in enumerate(reference(tiny_llama, tokens)):
+        heads = {name: x.reshape(len(x), 2, 80, -1, x.shape[-1]) for name, x in vectors.items()}
+        K, V = heads["k"][:, :, :, 0], heads["v"][:, :, :, 0]
+        scores = np.einsum("KBQGH,KBTH->KBGQT", heads["q"], K) / np.sqrt(K.shape[-1])
+        weights = np.exp(np.where(np.tri(80, dtype=bool), scores, -np.inf))
+        attended = (weights / weights.sum(-1, keepdims=True) * is_far)[:, :, :, ::4].sum((2, 3))
+        np.testing.assert_allclose(moments.far[layer], attended.sum((1, 2)), rtol=1e-4)
+        values = np.einsum("KBT,KBTH->KH", attended, V)
+        np.testing.assert_allclose(moments.v_far[layer], values, atol=1e-4 * np.abs(values).max())
+
+
+def test_sliding_layers_attend_to_no_token_beyond_their_window():
+    assert far_values._list_far(100, None).any()
+    assert not far_values._list_far(100, 64).any()
+    assert not far_values._list_far(68, None)[:, 4:].any()
 
 
 def test_bfloat16_activations_are_summed_in_float32():
