@@ -191,6 +191,7 @@ def calibrate(
                 windows,
                 fingerprint=checkpoint.fingerprint,
                 batch=options.batch,
+                far=options.center,
                 progress=progress,
             )
         del network
@@ -294,10 +295,12 @@ def collect_moments(
     *,
     fingerprint: str,
     batch: int = 1,
+    far: bool = False,
     progress: bool = False,
 ) -> Moments:
     """Compute second moments and sums of q, k, v, o over all tokens of `windows` [W, T] in one pass.
 
+    With `far` also those of values by the attention to older tokens, which takes longer.
     Activations in the model's dtype are accumulated in float32, and keys before they are rounded. Batches are
     sharded over all devices.
     """
@@ -307,7 +310,7 @@ def collect_moments(
     replicated = NamedSharding(mesh, PartitionSpec())
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     network = jax.device_put(network, replicated)
-    sums = jax.device_put(zero_sums(network), replicated)
+    sums = jax.device_put(zero_sums(network, far=far), replicated)
     shift = estimate_shift(network, windows[:SHIFT_WINDOWS])
     keys = jax.device_put(list_mean_keys(network.config, shift, windows.shape[1]), replicated)
     starts = range(0, len(windows), batch)
@@ -328,18 +331,20 @@ def collect_moments(
     )
 
 
-def zero_sums(network: Transformer) -> dict[str, Array]:
+def zero_sums(network: Transformer, *, far: bool = False) -> dict[str, Array]:
     """Create sums for `add_moments`, float32.
 
-    Arrays q, k, v, o, k_before, k_rest and v_scored are [L, K, H, H]; q_sum, v_far and others are [L, K, H];
-    far is [L, K].
+    Arrays q, k, v, o, k_before, k_rest and v_scored are [L, K, H, H]; q_sum and others are [L, K, H]. With
+    `far` there are also v_far [L, K, H] and far [L, K].
     """
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
     names = (*"qkvo", "k_before", "k_rest", "v_scored")
     grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in names}
-    sums = {name: jnp.zeros((L, K, H), jnp.float32) for name in ("q_sum", "k_sum", "v_sum", "o_sum", "v_far")}
-    return grams | sums | {"far": jnp.zeros((L, K), jnp.float32)}
+    sums = grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
+    if not far:
+        return sums
+    return sums | {"v_far": jnp.zeros((L, K, H), jnp.float32), "far": jnp.zeros((L, K), jnp.float32)}
 
 
 def estimate_shift(network: Transformer, windows: np.ndarray) -> np.ndarray:
@@ -407,7 +412,7 @@ def add_moments(
             "k_rest": seen.k - keys[blocks],
             "v_scored": _weigh_by_scores(seen),
         }
-        grams = sum_far_values(seen, weight)
+        grams = sum_far_values(seen, weight) if "v_far" in sums else {}
         for name, x in vectors.items():
             grams |= _gram(name, x, weight, K)
         return grams

@@ -11,6 +11,7 @@ serves both pairs of matrices:
 So for values, C_V replaces C_K, M replaces C_Q, C replaces A_K and C⁻ᵀ replaces A_Q.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from threadpoolctl import threadpool_limits
 from convert.calibration.moments import QUANTITIES, Moments
 from zdc_jax.basis import Basis, QKKind, VOKind
 from zdc_jax.errors import CalibrationError
+
+logger = logging.getLogger("zdc_jax")
 
 Matrices = Float64[np.ndarray, "*K H H"]
 
@@ -144,7 +147,7 @@ def make_basis(
         weighted by scores. `output` is balanced with O's moments instead of V's: exact for the heads'
         outputs when G = 1, pooled over a group otherwise.
       center: subtract the mean of values first, weighted by the attention to older tokens (for `output`, O's
-        mean).
+        mean). Without `Moments.v_far`, it is the plain mean, and a warning is logged.
       shiftable: layers whose keys may leave out their mean (`zdc_jax.ops.shift`). They do if that lowers
         `predict_noise` below `WORTH_SHIFTING`; not for `pairs`, and not without `Moments.k_rest`.
 
@@ -156,6 +159,11 @@ def make_basis(
     _check_inputs(moments, output_weights, qk, vo)
     if vo == "oscar":
         _check_scored(moments, center)
+    if center and vo != "output" and moments.v_far is None:
+        logger.warning(
+            "center=True: the moments do not know the attention to older tokens, so the plain mean of values "
+            "is subtracted; `zdc calibrate MODEL TEXT --center --overwrite` weighs it"
+        )
 
     can_shift = len(shiftable) > 0 and moments.k_rest is not None and qk != "pairs"
 

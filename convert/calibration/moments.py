@@ -32,9 +32,9 @@ class Moments:
       k_rest: Σ xᵀx of keys without the mean key of their block, float64 [L, K, H, H]; None as for `k_before`.
       v_scored: Σ s xᵀx of values, float64 [L, K, H, H]; None as for `k_before`. The weight s sums the squared
         scores of the value's key with all queries of its window and group.
-      v_far: Σ p x of values, float64 [L, K, H]; None as for `k_before`. The weight p sums the attention of
-        every fourth query, if the value belongs neither to its sinks nor to its window.
-      far: Σ p, float64 [L, K]; None as for `k_before`.
+      v_far: Σ p x of values, float64 [L, K, H]; None unless collected for centering. The weight p sums the
+        attention of every fourth query, if the value belongs neither to its sinks nor to its window.
+      far: Σ p, float64 [L, K]; None as for `v_far`.
     """
 
     q: np.ndarray

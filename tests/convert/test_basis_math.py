@@ -353,6 +353,15 @@ def test_values_are_centred_where_older_tokens_are_attended_to():
     assert make_basis(weighed, weights).value_mean is None
 
 
+def test_a_plain_mean_of_values_is_said(caplog):
+    moments, _, weights = sample_moments()
+    make_basis(moments, weights, vo="output", center=True)
+    make_basis(moments, weights)
+    assert not caplog.records
+    make_basis(moments, weights, center=True)
+    assert "the plain mean of values is subtracted" in caplog.text
+
+
 def test_output_centres_on_the_outputs():
     moments, x, weights = sample_moments()
     basis = make_basis(moments, weights, vo="output", center=True)

@@ -115,7 +115,7 @@ def test_moments_equal_brute_force(tiny: TinyModel, batch):
 def test_values_are_weighed_by_the_attention_of_later_queries(tiny_llama: TinyModel, monkeypatch):
     monkeypatch.setattr(far_values, "QUERIES", 8)  # 20 queries leave a remainder.
     tokens, window, sinks = tiny_llama.tokens(2, 80), 64, 4
-    moments = collect_moments(tiny_llama.dense, tokens, fingerprint="x", batch=2)
+    moments = collect_moments(tiny_llama.dense, tokens, fingerprint="x", batch=2, far=True)
     time = np.arange(80)
     is_far = (time[None] <= time[:, None] - window) & (time[None] >= sinks)
     assert moments.v_far is not None
