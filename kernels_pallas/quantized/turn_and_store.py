@@ -26,7 +26,7 @@ do the work.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +49,10 @@ from kernels_pallas.triton import in_pages, plt
 class _Operands(NamedTuple):
     """Arrays of a launch except those that are written, or references to them.
 
-    `biases`, `table`, `first_ring` [1] and `means` may be None.
+    `table`, `first_ring` [1] and `means` may be None.
     """
 
     heads: Sequence[Any]
-    biases: Sequence[Any] | None
     q_basis: Any
     k_basis: Any
     cos: Any
@@ -76,8 +75,6 @@ class _Geometry(NamedTuple):
       window: window of the rings.
       scale: factor on the scores.
       programs: programs of a KV head and sequence, except those for gains.
-      dtype: dtype of queries, keys and values.
-      from_products: whether heads are products, as in `turn_and_store`.
     """
 
     S: int
@@ -87,14 +84,12 @@ class _Geometry(NamedTuple):
     window: int
     scale: float
     programs: int
-    dtype: jnp.dtype
-    from_products: bool
 
 
-@lower_once("sinks", "window", "scale", "dtype", "interpret")
+@lower_once("sinks", "window", "scale", "interpret")
 @common.checked_by(check_turn_and_store)
 def turn_and_store(
-    heads: Sequence[Float[Array, "_ _ _"]],
+    heads: Sequence[Float[Array, "B _ _"]],
     turning: Turning,
     k_stored: Stored,
     v_stored: Stored,
@@ -107,8 +102,6 @@ def turn_and_store(
     first_ring: Int[Array, ""] | None = None,
     means: MeanTurns | None = None,
     scale: float = 1.0,
-    biases: Sequence[Array] | None = None,
-    dtype: str | None = None,
     interpret: bool = False,
 ) -> tuple[TurnedQueries, Stored, Stored]:
     """Rotate new queries and keys, and store keys and values; other slots keep their contents.
@@ -118,8 +111,7 @@ def turn_and_store(
 
     Args:
       heads: queries [B, N, H], keys [B, K, H] and values [B, K, Hv] as projected, bfloat16 or float16; or all
-        in this order in one array (`join_heads`). With `dtype` that array has products with the weights, in
-        float32 and for B or more tokens, which are rounded to `dtype` once they are complete.
+        in this order in one array (`join_heads`).
       turning: rotary embedding and basis.
       k_stored: cache of rotated keys.
       v_stored: cache of values.
@@ -130,11 +122,8 @@ def turn_and_store(
       block_table: table of pools of pages (`Plane`) of any size, for the stores. A token with an invalid
         entry is not written there. Rings are not paged.
       first_ring: ring of the first sequence; the others' follow. Default 0.
-      means: mean that keys have left out, for the gains of the scores; default none. Products of keys have
-        not yet left it out.
+      means: mean that keys have left out, for the gains of the scores; default none.
       scale: factor on the scores, and thus on the gains; default 1.
-      biases: biases of queries [N, H], keys [K, H] and values [K, H] that products lack; default none.
-      dtype: bfloat16 or float16 for products, None for complete heads.
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -145,9 +134,8 @@ def turn_and_store(
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
-    B, (K, H) = starts.shape[0], turning.k.shape[:2]
-    G = heads[0].shape[1] // K - (2 if len(heads) == 1 else 0)
-    rounded = heads[0].dtype if dtype is None else jnp.dtype(dtype)
+    (B, heads_of_first, _), (K, H) = heads[0].shape, turning.k.shape[:2]
+    G = heads_of_first // K - (2 if len(heads) == 1 else 0)
     g = _Geometry(
         S=rows_of(k_stored.planes[0].reach, block_table)[2],
         G=G,
@@ -156,12 +144,9 @@ def turn_and_store(
         window=window,
         scale=scale,
         programs=G + k_stored.programs + v_stored.programs,
-        dtype=rounded,
-        from_products=dtype is not None,
     )
     operands = _Operands(
         heads=heads,
-        biases=biases,
         q_basis=turning.q,
         k_basis=turning.k,
         cos=turning.cos,
@@ -175,9 +160,9 @@ def turn_and_store(
     columns, blocks = columns_of(G), 0 if means is None else means.turns.shape[0]
     like: Any = jax.ShapeDtypeStruct
     queries = TurnedQueries(
-        plain=like((B, K * G, H), rounded),
-        far=like((B, K, columns, k_stored.width), rounded),
-        near=like((B, K, columns, H), rounded) if isinstance(k_stored.ring, Plane) else None,
+        plain=like((B, K * G, H), heads[0].dtype),
+        far=like((B, K, columns, k_stored.width), heads[0].dtype),
+        near=like((B, K, columns, H), heads[0].dtype) if isinstance(k_stored.ring, Plane) else None,
         gains=like((B, K, blocks, columns), jnp.float32) if blocks else None,
     )
     caches = k_stored, v_stored
@@ -200,17 +185,22 @@ def _kernel(refs: _Operands, _before: Any, queries: Any, *stored: Stored, g: _Ge
 
     @pl.when(refs.starts[b] < refs.ends[b])
     def _() -> None:
-        _store_share(_Token(b, refs, g), kv, part, queries, stored)
+        _store_share(_Token(b, refs), kv, part, queries, stored, g)
 
 
-def _store_share(token: "_Token", kv: Array, part: Array, queries: Any, stored: Sequence[Stored]) -> None:
+def _store_share(
+    token: "_Token", kv: Array, part: Array, queries: Any, stored: Sequence[Stored], g: _Geometry
+) -> None:
     """Store one program's share of a new token, or rotate one query head."""
-    refs, g, (k_stored, v_stored) = token.refs, token.g, stored
+    refs, K = token.refs, token.refs.q_basis.shape[0]
+    q_ref, k_ref, v_ref = refs.heads if len(refs.heads) == 3 else [*refs.heads] * 3
+    first_k, first_v = (0, 0) if len(refs.heads) == 3 else (K * g.G, K * (g.G + 1))
+    k_stored, v_stored = stored
 
     @pl.when(part < g.G)
     def _queries() -> None:
         head = kv * g.G + part
-        x = token.turn(functools.partial(token.load_query, head), refs.q_basis, kv, (0, g.H))
+        x = token.turn(q_ref, head, refs.q_basis, kv, (0, g.H))
         column = lax.iota(jnp.int32, g.H)
         plt.store(queries.plain.at[token.b, head, column], x.astype(queries.plain.dtype))
         for out in (queries.far, queries.near):
@@ -220,16 +210,17 @@ def _store_share(token: "_Token", kv: Array, part: Array, queries: Any, stored: 
 
     def put_keys(index: int) -> None:
         span = _find_span(k_stored, g.H, index)
-        x = token.turn(functools.partial(token.load_key, kv), refs.k_basis, kv, span).astype(g.dtype)
-        _put(token.find_places(k_stored), kv, x, span[1], k_stored, index)
+        x = token.turn(k_ref, first_k + kv, refs.k_basis, kv, span).astype(k_ref.dtype)
+        _put(token.find_places(k_stored, g), kv, x, span[1], k_stored, index)
 
     def put_values(index: int) -> None:
-        begin, width = _find_span(v_stored, refs.heads[-1].shape[2], index)
-        x = token.load_value(kv, begin, width)
-        _put(token.find_places(v_stored), kv, x, width, v_stored, index)
+        begin, width = _find_span(v_stored, v_ref.shape[2], index)
+        column = lax.iota(jnp.int32, pl.next_power_of_2(width))
+        x = plt.load(v_ref.at[token.b, first_v + kv, begin + column], mask=column < width, other=0.0)
+        _put(token.find_places(v_stored, g), kv, x, width, v_stored, index)
 
     if refs.means is not None:
-        put_gains = functools.partial(_put_gains, token, kv, part - g.programs, queries.gains)
+        put_gains = functools.partial(_put_gains, token, q_ref, kv, part - g.programs, queries.gains, g)
         pl.when(part >= g.programs)(put_gains)
     for index in range(k_stored.programs):
         pl.when(part == g.G + index)(functools.partial(put_keys, index))
@@ -244,16 +235,15 @@ def _find_span(stored: Stored, width: int, index: int) -> tuple[int, int]:
     return sum(plane.width for plane in stored.planes[:index]), stored.planes[index].width
 
 
-def _put_gains(token: "_Token", kv: Array, part: Array, out: Any) -> None:
+def _put_gains(token: "_Token", q_ref: Any, kv: Array, part: Array, out: Any, g: _Geometry) -> None:
     """Store what the scores of a query head gain in a tile of blocks."""
-    g, start, (blocks, columns) = token.g, token.refs.starts[token.b], out.shape[2:]
+    start, (blocks, columns) = token.refs.starts[token.b], out.shape[2:]
     member, first = lax.rem(part, jnp.int32(g.G)), lax.div(part, jnp.int32(g.G)) * BLOCKS_OF_ONE
 
     @pl.when(first * GAIN_BLOCK <= start)
     def _() -> None:
         block = first + lax.iota(jnp.int32, BLOCKS_OF_ONE)
-        load = functools.partial(token.load_pairs, 0, kv * g.G + member)
-        score = score_token(token.refs.means, load, kv, start, block)
+        score = score_token(token.refs.means, q_ref, (token.b, kv * g.G + member), kv, start, block)
         plt.store(out.at[token.b, kv, block, member], g.scale * LOG2_E * score, mask=block < blocks)
         for column in range(g.G, columns, g.G):  # Missing heads get zeros.
             mask = (block < blocks) & (member + column < columns)
@@ -281,64 +271,17 @@ class _Token(NamedTuple):
 
     b: Array
     refs: _Operands
-    g: _Geometry
 
-    def load(self, kind: int, head: Array, column: Array, mask: Any = None) -> Array:
-        """Return coordinates of a query (0), key (1) or value (2), with its bias, in float32."""
-        refs, g, K = self.refs, self.g, self.refs.q_basis.shape[0]
-        is_joined = len(refs.heads) == 1
-        first = (0, K * g.G, K * (g.G + 1))[kind] if is_joined else 0
-        x = _load_masked(refs.heads[0 if is_joined else kind].at[self.b, first + head, column], mask)
-        return x if refs.biases is None else x + _load_masked(refs.biases[kind].at[head, column], mask)
-
-    def load_pairs(self, kind: int, head: Array, pairs: Array) -> list[Array]:
-        """Return both coordinates of pairs of a query or key, rounded, in float32; zeros after the last."""
-        half = self.g.H // 2
-        found = [self.load(kind, head, pairs + i * half, pairs < half) for i in range(2)]
-        return [self.round(x) for x in found]
-
-    def load_query(self, head: Array) -> list[Array]:
-        """Return both halves of a query, rounded, in float32."""
-        row = lax.iota(jnp.int32, self.g.H // 2)
-        return [self.round(self.load(0, head, i * len(row) + row)) for i in range(2)]
-
-    def load_key(self, kv: Array) -> list[Array]:
-        """Return both halves of a key without its mean, rounded, in float32."""
-        row, means = lax.iota(jnp.int32, self.g.H // 2), self.refs.means
-        places = [row, len(row) + row]
-        low, high = (self.load(1, kv, place) for place in places)
-        if self.g.from_products and means is not None:
-            position = lax.rem(self.refs.starts[self.b], jnp.int32(GAIN_BLOCK))
-            # Angles of `in_block` are negative.
-            cos, sin = (plt.load(means.in_block.at[position, place]) for place in places)
-            first, second = (plt.load(means.mean.at[kv, place]) for place in places)
-            low, high = low - (first * cos + second * sin), high - (second * cos - first * sin)
-        return [self.round(low), self.round(high)]
-
-    def load_value(self, kv: Array, begin: int, width: int) -> Array:
-        """Return coordinates of a value, rounded; a power of two, with zeros at the end."""
-        column = lax.iota(jnp.int32, pl.next_power_of_2(width))
-        return self.load(2, kv, begin + column, column < width).astype(self.g.dtype)
-
-    def round(self, x: Array) -> Array:
-        """Return float32 numbers rounded to the dtype of heads."""
-        return x.astype(self.g.dtype).astype(jnp.float32)
-
-    def turn(
-        self, load: Callable[[], Sequence[Array]], basis: Any, kv: Array, span: tuple[int, int]
-    ) -> Array:
-        """Return coordinates of RoPE(x) A from a begin on, float32; a power of two, with zeros at the end.
-
-        `load` returns both halves of x.
-        """
+    def turn(self, ref: Any, head: Array, basis: Any, kv: Array, span: tuple[int, int]) -> Array:
+        """Return coordinates of RoPE(x) A from a begin on, float32; a power of two, with zeros at the end."""
         (begin, width), half = span, basis.shape[1] // 2
         row, column = lax.iota(jnp.int32, half), lax.iota(jnp.int32, pl.next_power_of_2(width))[None]
         tiles = [
             plt.load(basis.at[kv, (i * half + row)[:, None], begin + column], mask=column < width, other=0.0)
             for i in range(2)
         ]
+        low, high = (plt.load(ref.at[self.b, head, i * half + row]).astype(jnp.float32) for i in range(2))
         cos, sin = (plt.load(each.at[self.b, row]) for each in (self.refs.cos, self.refs.sin))
-        low, high = load()
         halves = low * cos - high * sin, high * cos + low * sin
         # Products of 16-bit numbers are exact in float32, as on tensor cores.
         products = (
@@ -362,9 +305,9 @@ class _Token(NamedTuple):
             zeros = jnp.zeros(place.shape, ref.dtype)
             plt.store(ref.at[self.b, kv, member + column, place], zeros, mask=mask)
 
-    def find_places(self, stored: Stored) -> _Places:
+    def find_places(self, stored: Stored, g: _Geometry) -> _Places:
         """Return where the new token at its start goes."""
-        g, position = self.g, self.refs.starts[self.b]
+        position = self.refs.starts[self.b]
         kept, lead, slot = position < g.S, self.b, position
         if self.refs.table is not None:
             pool = stored.planes[0].levels.shape
@@ -374,11 +317,6 @@ class _Token(NamedTuple):
         near_slot = jnp.where(position < g.sinks, g.window + position, recent)
         first = 0 if self.refs.first_ring is None else self.refs.first_ring[0]
         return _Places((lead, slot), kept, (first + self.b, near_slot), (position < g.sinks) | (g.window > 0))
-
-
-def _load_masked(ref: Any, mask: Any) -> Array:
-    """Load numbers in float32, zeros where `mask` is false; all without a mask."""
-    return plt.load(ref, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
 
 
 def _put(places: _Places, kv: Array, x: Array, width: int, stored: Stored, index: int) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -99,18 +98,11 @@ def check_turn_and_store(
     block_table: Shaped | None = None,
     first_ring: Shaped | None = None,
     means: MeanTurns | None = None,
-    biases: Sequence[Shaped] | None = None,
-    dtype: str | None = None,
 ) -> None:
     """Check the arguments of `turn_and_store`; errors are those it documents."""
     check_back_end()
     K, H = turning.k.shape[:2]
-    common.check_rows(None, starts=starts)
-    k, Hv = (
-        _check_heads(heads, K, H)
-        if dtype is None
-        else _check_products(heads, biases, starts.shape[0], K, H, dtype)
-    )
+    k, Hv = _check_heads(heads, K, H)
     B, N = k.shape[0], max(0, heads[0].shape[1] - (2 * K if len(heads) == 1 else 0))
     for name in ("cos", "sin"):
         common.check_shape(f"turning.{name}", getattr(turning, name), (B, H // 2), "B, H/2")
@@ -162,26 +154,6 @@ def _check_heads(heads: Sequence[Shaped], K: int, H: int) -> tuple[Shaped, int]:
     common.check_dtypes(**{f"heads[{i}]": x for i, x in enumerate(heads)})
     common.check_groups(q.shape[1], K)
     return k, v.shape[2]
-
-
-def _check_products(
-    heads: Sequence[Shaped], biases: Sequence[Shaped] | None, B: int, K: int, H: int, dtype: str
-) -> tuple[Shaped, int]:
-    """Return keys of this dtype, and the width of values; raise `ValueError` for wrong products or biases."""
-    if dtype not in (allowed := [each.__name__ for each in common.DTYPES]):
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(allowed)}")
-    if len(heads) != 1:
-        raise ValueError(f"heads has {len(heads)} arrays: must be 1 with {dtype=}")
-    (x,) = heads
-    if x.dtype != jnp.float32:
-        raise ValueError(f"heads[0] has dtype {x.dtype}: must be float32 with {dtype=}")
-    if x.shape[0] < B:
-        raise ValueError(f"heads[0] has {x.shape[0]} tokens: must have at least {B}, as starts has")
-    like = jax.ShapeDtypeStruct((B, *x.shape[1:]), jnp.dtype(dtype))
-    _check_heads([like], K, H)
-    for name, each, count in zip("qkv", biases or (), (x.shape[1] - 2 * K, K, K), strict=biases is not None):
-        common.check_floats(f"biases.{name}", each, (count, H), "heads, H")
-    return jax.ShapeDtypeStruct((B, K, H), jnp.dtype(dtype)), H
 
 
 def _check_ring(name: str, ring: Any, k: Shaped, *, K: int, width: int, sinks: int, window: int) -> None:

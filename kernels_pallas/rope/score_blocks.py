@@ -194,13 +194,14 @@ def multiply_mean(q: Sequence[Array], mean: Sequence[Array], turn: Sequence[Arra
 
 
 def score_token(
-    means: MeanTurns, load: Callable[[Array], Sequence[Array]], kv: Any, start: Array, block: Array
+    means: MeanTurns, q_ref: Any, head: tuple[Any, ...], kv: Any, start: Array, block: Array
 ) -> Array:
     """Return what the scores of a single query at position `start` gain in some blocks, without a scale.
 
     Args:
       means: references.
-      load: returns both coordinates of pairs of the query; zeros for pairs that it does not have.
+      q_ref: queries.
+      head: place of the query in `q_ref`.
       kv: its KV head.
       start: its position.
       block: numbers of the blocks.
@@ -211,7 +212,7 @@ def score_token(
     turns = load_pairs(means.turns, (distance,), (block < blocks)[:, None], pairs)
     turn = load_pairs(means.in_block, (lax.rem(start, jnp.int32(GAIN_BLOCK)),), True, pairs)
     mean = load_pairs(means.mean, (kv,), True, pairs)
-    products = multiply_mean(load(pairs), mean, turn)
+    products = multiply_mean(load_pairs(q_ref, head, True, pairs), mean, turn)
     return functools.reduce(jnp.add, ((x * y).sum(1) for x, y in zip(turns, products, strict=True)))
 
 
@@ -226,7 +227,7 @@ def _score_one(span_refs: Sequence[Any], q_ref: Any, means: MeanTurns, out_ref: 
     def _() -> None:
         one, kv = means._replace(turns=means.turns[0]), lax.div(n, jnp.int32(N // means.mean.shape[0]))
         block = first_block + lax.iota(jnp.int32, BLOCKS_OF_ONE)
-        score = score_token(one, lambda pairs: load_pairs(q_ref, (b, 0, n), True, pairs), kv, start, block)
+        score = score_token(one, q_ref, (b, 0, n), kv, start, block)
         plt.store(out_ref.at[b, n, block, 0], scale * score, mask=block < blocks)
 
 

@@ -22,7 +22,7 @@ from kernels_pallas import (
 )
 from kernels_pallas.quantized.queries import columns_of
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
-from zdc_jax.ops.shift import BLOCK, ShiftedQueries, without_mean
+from zdc_jax.ops.shift import BLOCK, ShiftedQueries
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
 SCALE = 0.1
@@ -76,21 +76,6 @@ class Case:
         self.slots = S
         self.frequencies = 1e6 ** -(np.arange(H // 2) / (H // 2))
         self.mean = jnp.asarray(20 * normal(K, H), jnp.float32)
-        self.heads, self.products = join_heads(self.q, self.k, self.v), {}
-
-    def use_products(self, *, biases, copies=1):
-        """Replace heads by products that become complete in the kernel; only the first copy counts."""
-        rng, (B, N, H), dtype = np.random.default_rng(1), self.q.shape, self.q.dtype
-        products = jnp.asarray(rng.normal(size=(copies * B, N + 2 * K, H)), jnp.float32)
-        heads = jnp.split(products[:B], [N, N + K], axis=1)
-        if biases:
-            biases = [jnp.asarray(4 * rng.normal(size=x.shape[1:]), dtype) for x in heads]
-            heads = [x + bias for x, bias in zip(heads, biases, strict=True)]
-        at = jnp.asarray(self.starts[:, None], jnp.int32)
-        heads[1] = without_mean(heads[1][:, None], at, self.mean, self.frequencies)[:, 0]
-        self.q, self.k, self.v = (x.astype(dtype) for x in heads)
-        self.heads, self.products = [products], {"biases": biases or None, "dtype": dtype.name}
-        return self
 
     def shift(self):
         """Return the queries as block scores need them."""
@@ -106,8 +91,8 @@ class Case:
             rings = on_arrays(lambda x: jnp.concatenate([x, x]), rings)  # Those of another layer first.
             options |= {"block_table": pool.table, "first_ring": jnp.int32(len(self.ends))}
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
-        given = self.heads, self.turning, *stored, starts, ends
-        options |= {"means": self.shift().mean_turns(self.slots), "scale": SCALE} | self.products
+        given = join_heads(self.q, self.k, self.v), self.turning, *stored, starts, ends
+        options |= {"means": self.shift().mean_turns(self.slots), "scale": SCALE}
         q, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, **options)
         if page:
             rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
@@ -243,11 +228,6 @@ def test_other_head_dims(H, Hv, kinds):
     Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
-@pytest.mark.parametrize(("biases", "copies", "page"), [(True, 2, 0), (False, 1, 32)])
-def test_heads_are_completed_from_products(biases, copies, page):
-    Case(KINDS["chosen"]).use_products(biases=biases, copies=copies).check(page, interpret=True)
-
-
 @pytest.mark.full
 def test_one_row():
     # With one row, q, k and v of several heads are three arrays.
@@ -283,22 +263,9 @@ def test_on_the_device(kinds, page, B, G):
     Case(kinds, B=B, G=G, dtype=dtype, rotation=rotation).check(page)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(("B", "G", "copies"), [(1, 6, 2), (3, 4, 1), (40, 2, 1)])
-def test_heads_are_completed_from_products_on_the_device(kinds, B, G, copies):
-    dtype = jnp.float16 if G == 4 else jnp.bfloat16
-    Case(kinds, B=B, G=G, dtype=dtype).use_products(biases=G != 2, copies=copies).check()
-
-
 def change(a, i, f):
-    """Return arguments with the queries, keys or values changed, or all for an ellipsis."""
-    return a | {"heads": [f(x) if i in (j, ...) else x for j, x in enumerate(a["heads"])]}
-
-
-def products(a, dtype=jnp.float32):
-    """Return arguments with products instead of heads."""
-    return a | {"heads": [jnp.concatenate(a["heads"], 1).astype(dtype)], "dtype": "bfloat16"}
+    """Return arguments with the queries, keys or values changed."""
+    return a | {"heads": [f(x) if j == i else x for j, x in enumerate(a["heads"])]}
 
 
 BAD = {
@@ -316,14 +283,6 @@ BAD = {
     "heads[0] has dtype float32": lambda a: (
         a | {"heads": [jnp.concatenate(a["heads"], 1).astype(jnp.float32)]}
     ),
-    "dtype='float32': must be one of bfloat16, float16": lambda a: a | {"dtype": "float32"},
-    "heads has 3 arrays: must be 1 with dtype='bfloat16'": lambda a: a | {"dtype": "bfloat16"},
-    "heads[0] has dtype bfloat16: must be float32 with dtype='float16'": lambda a: (
-        products(a, jnp.bfloat16) | {"dtype": "float16"}
-    ),
-    "heads[0] has 2 tokens: must have at least 3": lambda a: products(change(a, ..., lambda x: x[:2])),
-    "heads[0] has shape (3, 8, 64)": lambda a: products(change(a, ..., lambda x: x[..., :64])),
-    "biases.k has shape (3, 128)": lambda a: products(a) | {"biases": [jnp.zeros((n, H)) for n in (4, 3, 2)]},
     "heads[2] has shape": lambda a: change(a, 2, lambda v: v[:, :1]),
     "heads has 2 arrays: must be 1, or 3": lambda a: a | {"heads": a["heads"][:2]},
     "turning.cos has shape": lambda a: a | {"turning": a["turning"]._replace(cos=a["turning"].cos[..., :3])},

@@ -14,7 +14,7 @@ from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, skip_reduction
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.ops.new_keys import Latents, NewKeys, Products, Turn
+from zdc_jax.ops.new_keys import Latents, NewKeys, Turn
 from zdc_jax.ops.rotary import layer_frequencies, rotate
 from zdc_jax.ops.shift import ShiftedQueries, without_mean
 
@@ -97,8 +97,8 @@ class Attention(nnx.Module):
 
         Layers with another basis return the same as `project`.
         """
-        products, shift = self._token_products(x), None
-        q, k, v = self._complete(products, positions) if products else self._project_raw(x, positions)
+        q, k, v = self._project_raw(x, positions)
+        shift = None
         if self.k_mean is not None:
             shift = ShiftedQueries(q, positions, self.k_mean[...], self._rope_frequencies())
         if self.frequencies is not None:
@@ -108,8 +108,7 @@ class Attention(nnx.Module):
             return q, NewKeys(rotate(k, positions, per_head, interleaved=True)), v
         if self.q_rotation is not None and self.k_rotation is not None:
             basis = self.q_rotation[...], self.k_rotation[...]
-            turn = Turn(positions, self._rope_frequencies(), *basis, products)
-            return q, NewKeys(k, turn, shift), v
+            return q, NewKeys(k, Turn(positions, self._rope_frequencies(), *basis), shift), v
         if self.spec.rope is not None:
             frequencies = jnp.asarray(self._rope_frequencies(), jnp.float32)
             q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
@@ -176,47 +175,44 @@ class Attention(nnx.Module):
         Keys leave their mean out before they are rounded: in bfloat16 a mean of 400 would round them to even
         numbers.
         """
+        if x.shape[1] == 1 and self._joins_heads:
+            return self._project_token(x, positions)
         q = self._normalize(add_bias(self._multiply(x, self.q[...]), self.q_bias), self.q_norm)
         k = self._normalize(self._project_keys(x), self.k_norm)
         if self.k_mean is not None:
             k = without_mean(k, positions, self.k_mean[...], self._rope_frequencies()).astype(x.dtype)
         return q, k, add_bias(self._multiply(x, self.v[...]), self.v_bias)
 
-    def _token_products(self, x: Float[Array, "B T D"]) -> Products | None:
-        """Return the products of single tokens with the weights.
+    @property
+    def _joins_heads(self) -> bool:
+        """Whether the cache may read all heads as one array: they have equal widths and no norms."""
+        widths = {each.shape[2] for each in (self.q, self.k, self.v)}
+        return self.q_rotation is not None and self.q_norm is self.k_norm is None and len(widths) == 1
 
-        The kernel that stores a token completes them. None for several tokens, for heads of different widths
-        and for those with norms.
+    def _project_token(
+        self, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1"]
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 K H"], Float[Array, "B 1 K H"]]:
+        """Return `_project_raw` of single tokens as slices of one array of all heads.
+
+        The kernel that stores a token reads all heads in one array (`join_heads`), and takes this one as it
+        is. If queries, keys and values were joined after their biases, XLA would compute them one after
+        another.
         """
         weights, biases = (self.q, self.k, self.v), (self.q_bias, self.k_bias, self.v_bias)
-        widths = {each.shape[2] for each in weights}
-        has_norms = self.q_norm is not None or self.k_norm is not None
-        if x.shape[1] > 1 or self.q_rotation is None or has_norms or len(widths) > 1:
-            return None
-        # XLA merges these products into one, whose result it would copy if heads had an axis here.
-        flat = (each[...].reshape(each.shape[0], -1) for each in weights)
-        products = jnp.concatenate([einsum_f32("BD,DC->BC", x[:, 0], each) for each in flat], axis=1)
-        heads = products.reshape(*x.shape[:2], -1, self.k.shape[2])
-        if all(bias is None for bias in biases):
-            return Products(heads, None, x.dtype.name)
-        whole = [
-            jnp.zeros(each.shape[1:]) if bias is None else bias[...]
-            for each, bias in zip(weights, biases, strict=True)
-        ]
-        return Products(heads, whole, x.dtype.name)
-
-    def _complete(
-        self, products: Products, positions: Int[Array, "B 1"]
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 K H"], Float[Array, "B 1 K H"]]:
-        """Return the queries, keys and values of products, as the kernel completes them."""
-        heads, biases, dtype = products
+        heads = jnp.concatenate([einsum_f32("BTD,DNH->BTNH", x, each[...]) for each in weights], axis=2)
+        if any(bias is not None for bias in biases):
+            heads += jnp.concatenate(
+                [
+                    jnp.zeros(each.shape[1:]) if bias is None else bias[...]
+                    for each, bias in zip(weights, biases, strict=True)
+                ]
+            )
         N, K = self.q.shape[1], self.k.shape[1]
-        q, k, v = jnp.split(heads, [N, N + K], axis=2)
-        if biases is not None:
-            q, k, v = (x + bias for x, bias in zip((q, k, v), biases, strict=True))
         if self.k_mean is not None:
-            k = without_mean(k, positions, self.k_mean[...], self._rope_frequencies())
-        return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+            mean = jnp.pad(self.k_mean[...], ((N, K), (0, 0)))
+            heads = without_mean(heads, positions, mean, self._rope_frequencies())
+        q, k, v = jnp.split(heads.astype(x.dtype), [N, N + K], axis=2)
+        return q, k, v
 
     def _multiply(self, x: Float[Array, "B T D"], weights: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
         """Return a projection of queries or values.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.specs.spec import Call, LayerCacheSpec, NewTokens, State
-from zdc_jax.model.block import Block, HalfLayer
+from zdc_jax.model.block import Block, HalfLayer, map_tokens
 from zdc_jax.model.tiles import attend_one_by_one
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.new_keys import NewKeys
@@ -82,7 +82,7 @@ def start_layer(
             )
             attended = attend_one_by_one(spec, state, q, k, v, rows, positions, ends, aux, call)
             return attended.o, (attended.state, attended.aux)
-        q, k, v = q[:batch], k.first(batch), jax.tree.map(lambda x: x[:batch], v)
+        q, k, v = map_tokens(lambda array: array[:batch], q, k, v)
         copied = replace(call, copies=len(x) // batch)
         attended = spec.attend(state, q, NewTokens(k, v, positions, end), aux, copied)
         o = jnp.broadcast_to(attended.o, (len(x), *attended.o.shape[1:]))

@@ -1,6 +1,6 @@
 """Keys of new tokens, in the one form in which a layer's projections hand them to its cache (`NewKeys`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,21 +13,6 @@ from zdc_jax.ops.rotary import rope_and_basis, rotary_angles, rotate
 from zdc_jax.ops.shift import ShiftedQueries
 
 
-class Products(NamedTuple):
-    """Products of single tokens with the weights, as a kernel reads them that completes heads.
-
-    Attributes:
-      heads: queries, keys and values before their biases, float32 [b, 1, N + 2K, H] with b ≥ B. Keys have
-        their mean.
-      biases: biases of queries [N, H], keys [K, H] and values [K, H], or None.
-      dtype: dtype to which complete heads are rounded.
-    """
-
-    heads: Array
-    biases: Sequence[Array] | None
-    dtype: str
-
-
 class Turn(NamedTuple):
     """Rotary embedding and basis that queries and keys still need.
 
@@ -36,14 +21,12 @@ class Turn(NamedTuple):
       frequencies: rotary frequencies, [H/2].
       q_basis: basis of queries, [K, H, C], as in `rope_and_basis`.
       k_basis: basis of keys, [K, H, C].
-      products: what queries, keys and values were computed from, or None.
     """
 
     positions: Array
     frequencies: np.ndarray | Array
     q_basis: Array
     k_basis: Array
-    products: Products | None = None
 
     def angles(self) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
         """Return cosines and sines of the rotary angles, in float32."""
@@ -85,22 +68,12 @@ class NewKeys(NamedTuple):
     shift: ShiftedQueries | None = None
     latents: Latents | None = None
 
-    def first(self, batch: int) -> "NewKeys":
-        """Return the keys of the first sequences.
-
-        Products stay whole, since XLA would copy a part of them for a kernel.
-        """
-        part = self.each(lambda x: x[:batch])
-        if self.turn is None or part.turn is None:
-            return part
-        return part._replace(turn=part.turn._replace(products=self.turn.products))
-
     def each(self, change: Callable[[Array], Array]) -> "NewKeys":
-        """Apply `change` to the arrays that have a token axis; products are left out."""
+        """Apply `change` to the arrays that have a token axis."""
         turn, latents = self.turn, self.latents
         return NewKeys(
             change(self.keys),
-            turn and turn._replace(positions=change(turn.positions), products=None),
+            turn and turn._replace(positions=change(turn.positions)),
             self.shift and self.shift.each(change),
             latents and latents._replace(latents=change(latents.latents)),
         )
@@ -112,12 +85,9 @@ class NewKeys(NamedTuple):
 
         `by_token` is the order in memory, as in `rope_and_basis`.
         """
-        if (turn := self.turn) is None:
+        if self.turn is None:
             return q, self
-        basis = turn.q_basis, turn.k_basis
-        q, keys = rope_and_basis(
-            q, self.keys, turn.positions, turn.frequencies, *basis, implementation, by_token=by_token
-        )
+        q, keys = rope_and_basis(q, self.keys, *self.turn, implementation, by_token=by_token)
         return q, self._replace(keys=keys, turn=None)
 
     def block_scores(self, slots: int, scale: float) -> Float[Array, "B T N blocks"] | None:

@@ -150,10 +150,6 @@ def rotate_and_store(
     turn = k.turn
     assert turn is not None  # Otherwise nothing is left to apply.
 
-    if turn.products is not None:
-        heads = [turn.products.heads]
-        options |= {"biases": turn.products.biases, "dtype": turn.products.dtype}
-
     def prepare(heads: Sequence[Array]) -> tuple[list[Array], Turning]:
         cos, sin = turn.angles()
         return [x[:, 0] for x in heads], Turning(cos[:, 0], sin[:, 0], turn.q_basis, turn.k_basis)
@@ -162,8 +158,10 @@ def rotate_and_store(
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
         shapes, turning = jax.eval_shape(prepare, heads)
-        row = jax.ShapeDtypeStruct(end.shape, jnp.int32)
-        return device_refusal(k.keys) or turn_and_store_refusal(shapes, turning, *stored, row, row, **options)
+        row = jax.ShapeDtypeStruct(heads[0].shape[:1], jnp.int32)
+        return device_refusal(heads[0]) or turn_and_store_refusal(
+            shapes, turning, *stored, row, row, **options
+        )
 
     # Otherwise other kernels do the parts of its work, and log it.
     if implementation not in (None, "pallas") or refusal() is not None:
