@@ -145,7 +145,8 @@ def _write_unjudged(folder: Path, documents: Sequence[Document]) -> Path:
 
 def _calibration_options(options: CompressOptions, checkpoint: Checkpoint) -> CalibrationOptions:
     context = min(options.context, checkpoint.config.max_positions)
-    return CalibrationOptions(tokens=max(options.tokens, context), context=context, profile=False)
+    tokens = max(options.tokens, context)
+    return CalibrationOptions(tokens=tokens, context=context, profile=False, center=True)
 
 
 def _calibration_dtype(checkpoint: Checkpoint) -> str | None:

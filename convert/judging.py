@@ -25,14 +25,13 @@ from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.plan import CompressionPlan
 
-TASK_MARGIN = 0.02
-"""Distance that the lower end of the 95 % interval may have below the limit, for questions about documents.
-Where one document of ten loses a fact, few documents do not show it."""
+MARGIN = 0.04
+"""Distance that the lower end of the 95 % interval may have below the limit of a task.
+
+With 0.02, plans failed by the width of the interval: lookups in 56 documents kept 0.98 with a lower end of
+0.95."""
 RULER_TASKS = ("niah_multivalue", "fwe", "niah_multikey_2", "vt", "niah_multikey_3")
 """Tasks of RULER, first those that lost most on Qwen2.5-Coder-1.5B. Perplexity does not show such losses."""
-RULER_MARGIN = 0.05
-"""The same for the ratio of mean scores in tasks of RULER. Their answers are right or wrong, which makes
-intervals wide."""
 RULER_SAMPLES = 100
 """Most samples of a task of RULER."""
 LEAST_GROWTH = 1.03
@@ -150,12 +149,10 @@ class Judge:
         if not (increase := report["perplexity"]["increase"]) <= limit:
             return Failure(f"perplexity rises by {increase:.2%}, limit {limit:.2%}", increase / limit)
         for task, kept in report["tasks"].items():
-            if kept["counts"] and (
-                failure := find_loss(task, kept["retention"], kept["interval"], least, TASK_MARGIN)
-            ):
+            if kept["counts"] and (failure := find_loss(task, kept["retention"], kept["interval"], least)):
                 return failure
         for task, score in self._list_scores(name):
-            if failure := find_loss(task, score["ratio"], score["ratio_interval"], least, RULER_MARGIN):
+            if failure := find_loss(task, score["ratio"], score["ratio_interval"], least):
                 return failure
         return None
 
@@ -270,9 +267,7 @@ def choose_batch(checkpoint: Checkpoint, context: int) -> int:
     return batch
 
 
-def find_loss(
-    task: str, kept: float, interval: tuple[float, float] | None, least: float, margin: float
-) -> Failure | None:
+def find_loss(task: str, kept: float, interval: tuple[float, float] | None, least: float) -> Failure | None:
     """Return what a plan loses in a task, or None if it holds the limits.
 
     In tasks of RULER gains count as losses do. Where the unmodified model is often wrong, any noise changes
@@ -283,11 +278,10 @@ def find_loss(
       kept: retention, or the ratio of mean scores.
       interval: its 95 % interval; None for one document.
       least: smallest share to keep.
-      margin: distance that the lower end of the interval may have below `least`.
     """
     reason, excess = f"{task} keeps {kept:.3f} (limit {least:.3f})", (1 - kept) / (1 - least)
     if interval is not None:
-        bound = round(least - margin, 6)
+        bound = round(least - MARGIN, 6)
         reason += f", lowest {interval[0]:.3f} (limit {bound:.3f})"
         excess = max(excess, (1 - interval[0]) / (1 - bound))
     return None if excess <= 1 else Failure(reason, excess)  # NaN is a failure.

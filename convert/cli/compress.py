@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from convert.cli.flags import show_default
 from convert.compress import CompressOptions, Outcome, compress
-from convert.judging import RULER_MARGIN, TASK_MARGIN, Row
+from convert.judging import MARGIN, Row
 
 COLUMNS = ("bytes", "tokens that fit", "perplexity", "KL", "worst task", "tokens/s")
 """Columns of numbers in the final table. All digits fit into 80 characters."""
@@ -66,8 +66,7 @@ def _print_outcome(console: Console, outcome: Outcome, command: Compress) -> Non
         most, least = command.options.max_loss, command.options.min_retention
         console.print(
             f"no plan holds the limits ({most:.1%} of perplexity, every task at {least:.1%} with an interval "
-            f"above {least - TASK_MARGIN:.1%}, in RULER {least - RULER_MARGIN:.1%}); "
-            "the folder keeps the plan of 8 bits",
+            f"above {least - MARGIN:.1%}); the folder keeps the plan of 8 bits",
             soft_wrap=True,
         )
     console.print(f"next: zdc serve {command.output}", soft_wrap=True, highlight=False)

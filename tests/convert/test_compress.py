@@ -197,9 +197,9 @@ def test_after_a_failure_hardly_larger_plans_are_not_judged(candidates, tmp_path
     ]  # Keys and values of three bits have less than 1.6 times the bytes.
 
 
-@pytest.mark.parametrize(("interval", "excess"), [((0.90, 0.99), 2.0), ((0.80, 0.99), 20 / 7), (None, 2.0)])
+@pytest.mark.parametrize(("interval", "excess"), [((0.90, 0.99), 2.0), ((0.73, 0.99), 3.0), (None, 2.0)])
 def test_the_excess_is_that_of_the_limit_that_is_missed_most(interval, excess):
-    failure = find_loss("copy", 0.90, interval, 0.95, 0.02)
+    failure = find_loss("copy", 0.90, interval, 0.95)
     assert failure is not None
     assert failure.excess == pytest.approx(excess)
 
@@ -320,7 +320,9 @@ def read_all(folder: Path) -> str:
 
 def test_calibration_reads_at_least_one_context(converted):
     options = replace(OPTIONS, tokens=100)
-    assert compress_module._calibration_options(options, converted).tokens == OPTIONS.context
+    calibration = compress_module._calibration_options(options, converted)
+    assert calibration.tokens == OPTIONS.context
+    assert calibration.center  # On real models, plans of the same size lose less.
 
 
 def test_too_little_default_text_fails_with_the_flag_for_more(short, tmp_path, capsys):
@@ -333,17 +335,18 @@ def test_too_little_default_text_fails_with_the_flag_for_more(short, tmp_path, c
     ("retention", "interval", "least", "holds"),
     [
         (0.99, (0.98, 1.0), 0.95, True),
-        (0.96, (0.91, 1.0), 0.95, False),  # Some documents may lose much.
+        (0.96, (0.90, 1.0), 0.95, False),  # Some documents may lose much.
         (0.94, (0.935, 0.945), 0.95, False),
         (0.96, None, 0.95, True),  # One document has no interval.
-        (0.95, (0.93, 1.0), 0.95, True),
+        (0.95, (0.91, 1.0), 0.95, True),
         (0.96, (0.955, 0.965), 0.97, False),
-        (0.97, (0.95, 0.98), 0.97, True),
+        (0.97, (0.93, 0.98), 0.97, True),
+        (0.977, (0.929, 1.0), 0.97, False),
         (float("nan"), (0.95, 0.98), 0.95, False),
     ],
 )
 def test_a_task_is_retained_if_its_interval_is_high_enough(retention, interval, least, holds):
-    assert (find_loss("copy", retention, interval, least, judging.TASK_MARGIN) is None) == holds
+    assert (find_loss("copy", retention, interval, least) is None) == holds
 
 
 def test_the_limit_of_tasks_is_an_option(few, tmp_path, capsys):
@@ -352,8 +355,8 @@ def test_the_limit_of_tasks_is_an_option(few, tmp_path, capsys):
     arguments = ["compress", str(SOURCE), str(tmp_path / "model"), *flags, "--min-retention", "0.985"]
     assert main(arguments) == 0
     captured = capsys.readouterr()
-    assert "searched fails: copy keeps 0.980 (limit 0.985), lowest 0.970 (limit 0.965)" in captured.err
-    assert "every task at 98.5% with an interval above 96.5%, in RULER 93.5%" in captured.out
+    assert "searched fails: copy keeps 0.980 (limit 0.985), lowest 0.970 (limit 0.945)" in captured.err
+    assert "every task at 98.5% with an interval above 94.5%" in captured.out
     assert main([*arguments[:-1], "1.2", "--overwrite"]) == 2
     assert "--min-retention 1.2 must lie between 0 and 1" in capsys.readouterr().err
 
@@ -366,8 +369,7 @@ def test_gains_in_ruler_count_as_losses_do():
     assert [score["retention"] for score in scores] == [0.9, 0.9]
     assert [score["ratio"] for score in scores] == [1.0, 0.9]
     scores.append(vars(compare_scores(np.ones(100), (np.arange(100) > 3).astype(float))))
-    limits = 0.95, judging.RULER_MARGIN
-    losses = [find_loss("vt", score["ratio"], score["ratio_interval"], *limits) for score in scores]
+    losses = [find_loss("vt", score["ratio"], score["ratio_interval"], 0.95) for score in scores]
     assert [loss is None for loss in losses] == [False, False, True]  # The first fails by its wide interval.
 
 
@@ -404,7 +406,7 @@ def find_bits(network) -> int | None:
 def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_path):
     judged.lost, said = [(3, "vt")], list[str]()
     outcome = compress(SOURCE, tmp_path / "model", options=MANY, watch=said.append)
-    assert "searched fails: vt keeps 0.000 (limit 0.950), lowest 0.000 (limit 0.900)" in said
+    assert "searched fails: vt keeps 0.000 (limit 0.950), lowest 0.000 (limit 0.910)" in said
     assert (outcome.rows[1].name, outcome.within, outcome.rows[1].worst) == ("8bit", True, 1.0)
     assert judged.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "fwe")]
 
