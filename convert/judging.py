@@ -279,12 +279,17 @@ def find_loss(task: str, kept: float, interval: tuple[float, float] | None, leas
       interval: its 95 % interval; None for one document.
       least: smallest share to keep.
     """
-    reason, excess = f"{task} keeps {kept:.3f} (limit {least:.3f})", (1 - kept) / (1 - least)
+    reason, excess = f"{task} keeps {_cut(kept)} (limit {least:.3f})", (1 - kept) / (1 - least)
     if interval is not None:
         bound = round(least - MARGIN, 6)
-        reason += f", lowest {interval[0]:.3f} (limit {bound:.3f})"
+        reason += f", lowest {_cut(interval[0])} (limit {bound:.3f})"
         excess = max(excess, (1 - interval[0]) / (1 - bound))
     return None if excess <= 1 else Failure(reason, excess)  # NaN is a failure.
+
+
+def _cut(x: float) -> str:
+    """Return three digits, rounded down: a number just below its limit does not look like it."""
+    return f"{np.floor(1e3 * x + 1e-6) / 1e3:.3f}"
 
 
 def _find_worst(report: Mapping[str, Any]) -> float | None:

@@ -204,6 +204,12 @@ def test_the_excess_is_that_of_the_limit_that_is_missed_most(interval, excess):
     assert failure.excess == pytest.approx(excess)
 
 
+def test_a_number_just_below_its_limit_does_not_look_like_it():
+    failure = find_loss("lookup", 0.97, (0.9299, 1.0), 0.97)
+    assert failure is not None
+    assert failure.reason == "lookup keeps 0.970 (limit 0.970), lowest 0.929 (limit 0.930)"
+
+
 def test_the_search_goes_on_if_its_first_plan_holds(candidates, tmp_path):
     candidates.losses, candidates.refined, said = {3: 1.0, 4: 0.5}, 2, list[str]()
     output = tmp_path / "model"
