@@ -328,7 +328,7 @@ def test_calibration_reads_at_least_one_context(converted):
     options = replace(OPTIONS, tokens=100)
     calibration = compress_module._calibration_options(options, converted)
     assert calibration.tokens == OPTIONS.context
-    assert calibration.center  # On real models, plans of the same size lose less.
+    assert calibration.center  # On Qwen2.5, plans of the same size lose less.
 
 
 def test_too_little_default_text_fails_with_the_flag_for_more(short, tmp_path, capsys):
