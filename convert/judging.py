@@ -279,15 +279,15 @@ def find_loss(task: str, kept: float, interval: tuple[float, float] | None, leas
       interval: its 95 % interval; None for one document.
       least: smallest share to keep.
     """
-    reason, excess = f"{task} keeps {_cut(kept)} (limit {least:.3f})", (1 - kept) / (1 - least)
+    reason, excess = f"{task} keeps {_round_down(kept)} (limit {least:.3f})", (1 - kept) / (1 - least)
     if interval is not None:
         bound = round(least - MARGIN, 6)
-        reason += f", lowest {_cut(interval[0])} (limit {bound:.3f})"
-        excess = max(excess, (1 - interval[0]) / (1 - bound))
+        reason += f", lowest {_round_down(interval[0])} (limit {bound:.3f})"
+        excess = float(np.maximum(excess, (1 - interval[0]) / (1 - bound)))  # NaN if either is.
     return None if excess <= 1 else Failure(reason, excess)  # NaN is a failure.
 
 
-def _cut(x: float) -> str:
+def _round_down(x: float) -> str:
     """Return three digits, rounded down: a number just below its limit does not look like it."""
     return f"{np.floor(1e3 * x + 1e-6) / 1e3:.3f}"
 

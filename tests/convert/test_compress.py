@@ -349,6 +349,7 @@ def test_too_little_default_text_fails_with_the_flag_for_more(short, tmp_path, c
         (0.97, (0.93, 0.98), 0.97, True),
         (0.977, (0.929, 1.0), 0.97, False),
         (float("nan"), (0.95, 0.98), 0.95, False),
+        (0.96, (float("nan"), 0.98), 0.95, False),
     ],
 )
 def test_a_task_is_retained_if_its_interval_is_high_enough(retention, interval, least, holds):
