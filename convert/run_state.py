@@ -34,7 +34,7 @@ class CompressOptions:
     """
 
     max_loss: float = 0.01
-    min_retention: float = 0.95
+    min_retention: float = 0.97
     context: int = 8192
     minutes: float = 5.0
     tokens: int = 32_768
@@ -46,7 +46,7 @@ class CompressOptions:
             raise EvaluationError(f"max_loss={self.max_loss} must lie between 0 and 1, such as 0.01 for 1 %")
         if not 0 < self.min_retention < 1:
             raise EvaluationError(
-                f"min_retention={self.min_retention} must lie between 0 and 1, such as 0.95 for 95 %"
+                f"min_retention={self.min_retention} must lie between 0 and 1, such as 0.97 for 97 %"
             )
         if not self.minutes > 0:
             raise EvaluationError(f"minutes={self.minutes} must be above 0")

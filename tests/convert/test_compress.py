@@ -413,7 +413,7 @@ def find_bits(network) -> int | None:
 def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_path):
     judged.lost, said = [(3, "vt")], list[str]()
     outcome = compress(SOURCE, tmp_path / "model", options=MANY, watch=said.append)
-    assert "searched fails: vt keeps 0.000 (limit 0.950), lowest 0.000 (limit 0.910)" in said
+    assert "searched fails: vt keeps 0.000 (limit 0.970), lowest 0.000 (limit 0.930)" in said
     assert (outcome.rows[1].name, outcome.within, outcome.rows[1].worst) == ("8bit", True, 1.0)
     assert judged.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "fwe")]
 
@@ -471,7 +471,7 @@ def test_the_whole_command(short, tmp_path):
     outcome = compress(SOURCE, tmp_path / "model", options=options, watch=said.append)
     dense, plan = outcome.rows
     assert plan.share < dense.share == 1
-    assert not outcome.within or (plan.increase <= 0.05 and (plan.worst is None or plan.worst >= 0.95))
+    assert not outcome.within or (plan.increase <= 0.05 and (plan.worst is None or plan.worst >= 0.97))
     assert any(line.startswith("best so far: ") for line in said)
     state = json.loads((tmp_path / "model" / "compress.json").read_text())
     assert {"3bit", "4bit", "8bit"} <= {*state["candidates"]}
