@@ -21,11 +21,10 @@ from benchmarks.common import RESULTS, write_result
 from convert.calibration.calibrate import (
     add_moments,
     collect_moments,
-    estimate_shift,
-    list_mean_keys,
     zero_sums,
 )
 from convert.calibration.collect_profile import collect_profile, whole_plan
+from convert.calibration.estimate_shift import estimate_shift, list_mean_keys
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments

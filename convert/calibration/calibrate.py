@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from convert.calibration.collect_profile import collect_profile, whole_plan
+from convert.calibration.estimate_shift import estimate_shift, list_mean_keys
 from convert.calibration.far_values import sum_far_values
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.make_basis import make_basis
@@ -35,8 +36,7 @@ from zdc_jax.loading import load
 from zdc_jax.model.observe import Seen, observe
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.ops.rotary import layer_frequencies
-from zdc_jax.ops.shift import BLOCK, mean_keys
+from zdc_jax.ops.shift import BLOCK
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.planning.profile import Profile
 
@@ -63,7 +63,8 @@ class CalibrationOptions:
       qk: Kind of the basis of Q and K. balanced weighs queries and keys alike. auto picks stacked or
         balanced by the lower perplexity at half rank, which suits plans that truncate.
       vo: Kind of the basis of V and O. auto picks as for Q and K.
-      center: Subtract the mean of values first, weighted by the attention to older tokens.
+      center: Subtract the mean of values first, weighted by the attention to older tokens. Half of the mean
+        of keys is weighted so, too.
       tokens: Tokens of text to read.
       context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys
         beyond this length in ways that calibration does not see.
@@ -300,7 +301,8 @@ def collect_moments(
 ) -> Moments:
     """Compute second moments and sums of q, k, v, o over all tokens of `windows` [W, T] in one pass.
 
-    With `far` also those of values by the attention to older tokens, which takes longer.
+    With `far` also those of values by the attention to older tokens, which takes longer. It weighs the mean
+    of keys, too (`estimate_shift`).
     Activations in the model's dtype are accumulated in float32, and keys before they are rounded. Batches are
     sharded over all devices.
     """
@@ -311,7 +313,7 @@ def collect_moments(
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network, far=far), replicated)
-    shift = estimate_shift(network, windows[:SHIFT_WINDOWS])
+    shift = estimate_shift(network, windows[:SHIFT_WINDOWS], far=far)
     keys = jax.device_put(list_mean_keys(network.config, shift, windows.shape[1]), replicated)
     starts = range(0, len(windows), batch)
     for start in track(starts, "moments", shown=progress):
@@ -345,47 +347,6 @@ def zero_sums(network: Transformer, *, far: bool = False) -> dict[str, Array]:
     if not far:
         return sums
     return sums | {"v_far": jnp.zeros((L, K, H), jnp.float32), "far": jnp.zeros((L, K), jnp.float32)}
-
-
-def estimate_shift(network: Transformer, windows: np.ndarray) -> np.ndarray:
-    """Return m of `zdc_jax.ops.shift` for the keys of `windows` [W, T], float64 [L, K, H].
-
-    It is exact for these windows: what it leaves of keys is smallest. Turning the keys of each block back by
-    its center and averaging them is least squares, since rotations keep lengths.
-    """
-    config, (W, T) = network.config, windows.shape
-    each = [jax.device_get(_sum_blocks(network, jnp.asarray(window[None]))) for window in windows]
-    sums = [np.sum(layer, axis=0, dtype=np.float64) for layer in zip(*each, strict=True)]
-
-    def turn_back(layer: int) -> np.ndarray:
-        spec, blocks = config.layers[layer], sums[layer]  # [blocks, K, H]
-        turns = mean_keys(np.eye(config.head_dim), layer_frequencies(spec, config), len(blocks))
-        return np.einsum("bKH,bIH->KI", blocks, turns) / (W * T)
-
-    return np.stack([turn_back(layer) for layer in range(config.num_layers)])
-
-
-@jax.jit
-def _sum_blocks(network: Transformer, tokens: Array) -> list[Array]:
-    """Sum the keys of each layer over blocks of positions, [blocks, K, H] each."""
-    return observe(network, tokens, _sum_keys)
-
-
-def _sum_keys(seen: Seen) -> Array:
-    k = seen.exact_k.sum(0)
-    padded = jnp.pad(k, ((0, -len(k) % BLOCK), (0, 0), (0, 0)))
-    return padded.reshape(-1, BLOCK, *k.shape[1:]).sum(1)
-
-
-def list_mean_keys(
-    config: ModelConfig, shift: np.ndarray, tokens: int
-) -> list[Float[np.ndarray, "blocks K H"]]:
-    """Return the mean keys of all blocks of `tokens` positions for each layer, in float32."""
-    blocks = -(-tokens // BLOCK)
-    return [
-        mean_keys(mean, layer_frequencies(spec, config), blocks).astype(np.float32)
-        for mean, spec in zip(shift, config.layers, strict=True)
-    ]
 
 
 @partial(jax.jit, donate_argnums=1)

@@ -36,7 +36,7 @@ class Listener:
 
     def tokens(self) -> tuple[int, ...]:
         """Return the tokens of the whole answer, once it has ended."""
-        assert self.ended.wait(120)
+        assert self.ended.wait(600), "no end of the answer after 10 minutes"
         return tuple(token for event in self.events for token in event.tokens)
 
     @property

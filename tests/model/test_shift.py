@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from convert.calibration.calibrate import collect_moments, estimate_shift
+from convert.calibration.calibrate import collect_moments
+from convert.calibration.estimate_shift import estimate_shift
 from kernels_pallas import score_blocks, score_blocks_refusal
 from kernels_pallas.rope import score_blocks as scoring
 from kernels_pallas.rope.score_blocks import PROGRAMS, choose_steps
