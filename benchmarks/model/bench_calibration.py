@@ -18,11 +18,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.calibrate import (
-    add_moments,
-    collect_moments,
-    zero_sums,
-)
+from convert.calibration.calibrate import add_moments, collect_moments, zero_sums
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.calibration.estimate_shift import estimate_shift, list_mean_keys
 from convert.calibration.kmeans import kmeans_moments
