@@ -63,8 +63,7 @@ class CalibrationOptions:
       qk: Kind of the basis of Q and K. balanced weighs queries and keys alike. auto picks stacked or
         balanced by the lower perplexity at half rank, which suits plans that truncate.
       vo: Kind of the basis of V and O. auto picks as for Q and K.
-      center: Subtract the mean of values first, weighted by the attention to older tokens. Half of the mean
-        of keys is weighted so, too.
+      center: Subtract the mean of values first, weighted by the attention to older tokens.
       tokens: Tokens of text to read.
       context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys
         beyond this length in ways that calibration does not see.
@@ -301,8 +300,7 @@ def collect_moments(
 ) -> Moments:
     """Compute second moments and sums of q, k, v, o over all tokens of `windows` [W, T] in one pass.
 
-    With `far` also those of values by the attention to older tokens, which takes longer. It weighs the mean
-    of keys, too (`estimate_shift`).
+    With `far` also those of values by the attention to older tokens, which takes longer.
     Activations in the model's dtype are accumulated in float32, and keys before they are rounded. Batches are
     sharded over all devices.
     """
@@ -313,7 +311,7 @@ def collect_moments(
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network, far=far), replicated)
-    shift = estimate_shift(network, windows[:SHIFT_WINDOWS], far=far)
+    shift = estimate_shift(network, windows[:SHIFT_WINDOWS])
     keys = jax.device_put(list_mean_keys(network.config, shift, windows.shape[1]), replicated)
     starts = range(0, len(windows), batch)
     for start in track(starts, "moments", shown=progress):

@@ -1,6 +1,6 @@
-"""Means of keys and values of older tokens, weighted by the attention that they get (ours).
+"""Values of older tokens, weighted by the attention that they get (ours).
 
-Plans store recent tokens precisely. What they lose depends on what attention reads among others.
+Plans store recent tokens precisely. What they lose depends on the values that attention reads among others.
 """
 
 import jax
@@ -18,7 +18,9 @@ QUERIES = 512
 
 
 def sum_far_values(seen: Seen, weight: Bool[Array, " B"]) -> dict[str, Array]:
-    """Sum the values of a layer, each weighted by the attention that it gets (`sum_attention`).
+    """Sum the values of a layer, each weighted by its attention from every fourth query.
+
+    A query counts tokens that are neither sinks nor in its window, which is that of other measurements.
 
     Args:
       seen: what the layer attends to.
@@ -26,17 +28,6 @@ def sum_far_values(seen: Seen, weight: Bool[Array, " B"]) -> dict[str, Array]:
 
     Returns:
       v_far, the weighted sum of values, [K, H], and far, the sum of the weights, [K]; float32.
-    """
-    weights = sum_attention(seen) * weight[:, None, None]
-    with jax.default_matmul_precision("highest"):
-        values = jnp.einsum("BKT,BTKH->KH", weights, seen.v.astype(jnp.float32))
-    return {"v_far": values, "far": weights.sum((0, 2))}
-
-
-def sum_attention(seen: Seen) -> Float[Array, "B K T"]:
-    """Sum the attention that each token of a layer gets from every fourth query, in float32.
-
-    A query counts tokens that are neither sinks nor in its window, which is that of other measurements.
     """
     B, T, K, H = seen.v.shape
     queries = -(-T // STEP)
@@ -56,7 +47,9 @@ def sum_attention(seen: Seen) -> Float[Array, "B K T"]:
         return jnp.where(is_far, jnp.exp(scores - lse[..., None]), 0).sum((2, 3))
 
     with jax.default_matmul_precision("highest"):
-        return jax.lax.map(weigh, (q, lse, is_far.reshape(blocks, size, T))).sum(0)
+        weights = jax.lax.map(weigh, (q, lse, is_far.reshape(blocks, size, T))).sum(0) * weight[:, None, None]
+        values = jnp.einsum("BKT,BTKH->KH", weights, seen.v.astype(jnp.float32))
+    return {"v_far": values, "far": weights.sum((0, 2))}
 
 
 def _list_far(tokens: int, sliding: int | None) -> Bool[Array, "T T"]:

@@ -28,7 +28,7 @@ class Moments:
       k_before: Σ xᵀx of keys before the rotary embedding, float64 [L, K, H, H]; None after K-means, and in
         folders of older releases.
       key_shift: m of `zdc_jax.ops.shift`, estimated from the first windows, float64 [L, K, H]; None as for
-        `k_before`. Half of it is weighted by attention where `v_far` is collected.
+        `k_before`.
       k_rest: Σ xᵀx of keys without the mean key of their block, float64 [L, K, H, H]; None as for `k_before`.
       v_scored: Σ s xᵀx of values, float64 [L, K, H, H]; None as for `k_before`. The weight s sums the squared
         scores of the value's key with all queries of its window and group.

@@ -25,7 +25,6 @@ from convert.calibration.calibrate import (
     collect_moments,
     stored_moments,
 )
-from convert.calibration.estimate_shift import estimate_shift
 from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from convert.conversion import convert
@@ -34,8 +33,6 @@ from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextErr
 from zdc_jax.loading import stored_basis
 from zdc_jax.model.observe import observe
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.rotary import layer_frequencies
-from zdc_jax.ops.shift import BLOCK, mean_keys
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
 VARIANT = "llama-head-dim-80"  # Heads are large enough to be cut in half.
@@ -123,7 +120,6 @@ def test_values_are_weighed_by_the_attention_of_later_queries(tiny_llama: TinyMo
     is_far = (time[None] <= time[:, None] - window) & (time[None] >= sinks)
     assert moments.v_far is not None
     assert moments.far is not None
-    plain = estimate_shift(tiny_llama.dense, tokens)
     for layer, vectors in enumerate(reference(tiny_llama, tokens)):
         heads = {name: x.reshape(len(x), 2, 80, -1, x.shape[-1]) for name, x in vectors.items()}
         K, V = heads["k"][:, :, :, 0], heads["v"][:, :, :, 0]
@@ -133,20 +129,6 @@ def test_values_are_weighed_by_the_attention_of_later_queries(tiny_llama: TinyMo
         np.testing.assert_allclose(moments.far[layer], attended.sum((1, 2)), rtol=1e-4)
         values = np.einsum("KBT,KBTH->KH", attended, V)
         np.testing.assert_allclose(moments.v_far[layer], values, atol=1e-4 * np.abs(values).max())
-        # The mean of keys is halfway between two means of keys that were turned back by their block's center.
-        frequencies = layer_frequencies(tiny_llama.config.layers[layer], tiny_llama.config)
-        turns = mean_keys(np.eye(K.shape[-1]), frequencies, 2)[time // BLOCK]
-        back = np.einsum("KBTH,TIH->KBTI", K, turns)
-        weighted = np.einsum("KBT,KBTI->KI", attended, back) / attended.sum((1, 2))[:, None]
-        half = (back.mean((1, 2)) + weighted) / 2
-        np.testing.assert_allclose(plain[layer], back.mean((1, 2)), atol=1e-5 * np.abs(half).max())
-        np.testing.assert_allclose(moments.key_shift[layer], half, atol=1e-4 * np.abs(half).max())
-
-
-def test_without_older_tokens_all_keys_weigh_alike(tiny_llama: TinyModel):
-    tokens = tiny_llama.tokens(2, 64)
-    plain, far = (estimate_shift(tiny_llama.dense, tokens, far=far) for far in (False, True))
-    np.testing.assert_allclose(far, plain, atol=1e-6)
 
 
 def test_sliding_layers_attend_to_no_token_beyond_their_window():
