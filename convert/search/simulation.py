@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import merge_partial
-from kernels_pallas.quantized.encode import SMALLEST, reach_numbers
+from kernels_pallas.quantized.encode import LONGER, SMALLEST, reach_numbers
 from kernels_pallas.quantized.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
@@ -119,6 +119,7 @@ def round_to(parts: Int[Array, "2 4"], x: Float[Array, "B T K H"]) -> Float[Arra
 
 def _round_part(x: Array, inside: Array, half: Array, offset: Array, count: Array) -> Array:
     """Return vectors rounded with the scale of least error; coordinates that are not `inside` become 0."""
+    x *= jnp.array([LONGER.get(bits, 1.0) for bits in range(9)])[32 - jax.lax.clz(half)]
     largest = jnp.abs(x).max(-1, keepdims=True)
     widest = (jax.lax.bitcast_convert_type(largest, jnp.int32) + offset >> E5M3_SHIFT) - E5M3_BIAS
     tried = jnp.arange(CANDIDATES).reshape(-1, *[1] * x.ndim)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from compiled_codes import decode, encode
 
-from kernels_pallas.quantized.encode import reaches_tried
+from kernels_pallas.quantized.encode import LONGER, reaches_tried
 from zdc_jax.cache.codes.code import pack
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
@@ -42,9 +42,17 @@ def test_vectors_err_as_in_loops(bits, C):
     levels, reach = encode(FittedIntegers(bits), jnp.asarray(x))
     assert levels.nbytes * 8 == x.size * bits
     assert (reach.shape, reach.dtype) == ((60, 1, 1), jnp.uint8)
-    errors = ((there_and_back(x, bits) - x) ** 2).sum((1, 2))
-    loops = [((fitted(row, bits) - row) ** 2).sum() for row in x[:, 0].astype(np.float64)]
+    longer = x.astype(np.float64) * LONGER.get(bits, 1)
+    errors = ((there_and_back(x, bits) - longer) ** 2).sum((1, 2))
+    loops = [((fitted(row, bits) - row) ** 2).sum() for row in longer[:, 0]]
     np.testing.assert_allclose(errors, loops, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_vectors_keep_their_length(bits):
+    x = np.random.default_rng(bits).normal(size=(4000, 1, 128)).astype(np.float32)
+    kept = (there_and_back(x, bits) ** 2).mean() / (x.astype(np.float64) ** 2).mean()
+    assert kept == pytest.approx(1, abs=0.008)
 
 
 @pytest.mark.parametrize("bits", ONE_STEP)
@@ -54,7 +62,7 @@ def test_a_step_of_its_own_pays(bits):
     rng, error = np.random.default_rng(7), {}
     for C in (16, 64, 512):
         x = rng.normal(size=(2000, 1, C)).astype(np.float32)
-        error[C] = ((there_and_back(x, bits) - x) ** 2).mean() / ONE_STEP[bits]
+        error[C] = ((there_and_back(x, bits) / LONGER.get(bits, 1) - x) ** 2).mean() / ONE_STEP[bits]
     assert error[16] < error[64] < error[512] < 1.02
     assert error[64] < {2: 0.98, 3: 0.92, 4: 0.81, 5: 0.70}[bits]
 
@@ -66,7 +74,9 @@ def test_more_reaches_would_not_pay(bits, C):
     # Gaussian and heavy-tailed vectors, compared with all scales from 9 below the widest to 3 above it.
     rng = np.random.default_rng(C)
     x = np.concatenate([rng.normal(size=(200, C)), rng.standard_t(df=4, size=(200, C))]).astype(np.float32)
-    error = ((there_and_back(x[:, None], bits)[:, 0] - x) ** 2).sum(-1)
+    found = there_and_back(x[:, None], bits)[:, 0]
+    x = x * np.float32(LONGER.get(bits, 1))
+    error = ((found - x) ** 2).sum(-1)
     widest = np.abs(REACHES - np.abs(x).max(1, keepdims=True)).argmin(1)
     half, all_errors = 2 ** (bits - 1), []
     for offset in range(-9, 4):
