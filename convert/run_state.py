@@ -13,7 +13,7 @@ LEAST_CONTEXT = 1024
 """Shortest context in tokens. The questions of all tasks need several hundred."""
 STATE_FILE = "compress.json"
 """File in the output that lets an interrupted run continue."""
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of the state file. An interrupted run of another version cannot continue."""
 
 

@@ -37,7 +37,7 @@ from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")
 
-FORMAT = "KL divergence"
+FORMAT = "KL divergence, lengthened vectors"
 """Version of what the journal holds; entries of other versions are ignored."""
 
 
