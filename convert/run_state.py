@@ -106,7 +106,7 @@ class RunState:
         stored = load_json(path) if path.exists() else None
         if not isinstance(stored, dict) or stored.get("run") != run or stored.get("done"):
             raise CheckpointError(
-                f"{output} exists, and no interrupted run with the same options made it; "
+                f"{output} exists, and no interrupted run with the same options and version made it; "
                 "pass --overwrite to replace it, or choose another folder"
             )
         candidates = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kernels_pallas.quantized.encode import reaches_tried
+from kernels_pallas.quantized.encode import LONGER, reaches_tried
 from zdc_jax.cache.codes.gaussian import gaussian_distortion, turn
 
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
@@ -16,9 +16,9 @@ def emulated(x: np.ndarray, blocks: tuple[tuple[int, int], ...]) -> np.ndarray:
     x = np.concatenate([x, np.zeros((*x.shape[:-1], sum(size for size, _ in blocks) - width))], -1)
     found, start = [], 0
     for size, bits in blocks:
-        matrix = turn(size)
-        levels = _nearest(x[..., start : start + size] @ matrix, bits) @ matrix.T
-        found.append(levels / (1 - gaussian_distortion(bits)))
+        matrix, longer = turn(size), LONGER.get(bits, 1.0)
+        levels = _nearest(longer * x[..., start : start + size] @ matrix, bits) @ matrix.T
+        found.append(levels / (longer * (1 - gaussian_distortion(bits))))
         start += size
     return np.concatenate(found, -1)[..., :width]
 

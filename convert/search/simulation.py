@@ -119,6 +119,7 @@ def round_to(parts: Int[Array, "2 4"], x: Float[Array, "B T K H"]) -> Float[Arra
 
 def _round_part(x: Array, inside: Array, half: Array, offset: Array, count: Array) -> Array:
     """Return vectors rounded with the scale of least error; coordinates that are not `inside` become 0."""
+    # As `lengthen` does; bits are data here, and follow from half the number of levels.
     x *= jnp.array([LONGER.get(bits, 1.0) for bits in range(9)])[32 - jax.lax.clz(half)]
     largest = jnp.abs(x).max(-1, keepdims=True)
     widest = (jax.lax.bitcast_convert_type(largest, jnp.int32) + offset >> E5M3_SHIFT) - E5M3_BIAS

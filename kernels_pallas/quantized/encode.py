@@ -2,7 +2,7 @@
 
     grid: (B, K, tiles of up to 32 tokens), Triton; 8 warps per program, 1 for single tokens
           no explicit barriers
-    each array, each of its planes: load → try scales → quantize → pack → store levels and scales
+    each array, each of its planes: load → lengthen → try scales → quantize → pack → store levels and scales
 
 Per token and KV head a plane reads C coordinates and writes C·bits/8 + 1 bytes. A coordinate costs about
 2 + bits operations per scale tried: of two scales with 4 or more bits, else of eight.
@@ -42,9 +42,10 @@ INFINITE = 0x7F800000
 TOKENS = 32
 """Largest number of tokens per program."""
 LONGER = {2: 1.0653, 3: 1.0193, 4: 1.0058}
-"""Factors on vectors before they are rounded, by bits: (1 - D)^-½ with the distortion D of even levels.
+"""Factor on vectors before they are rounded, by bits: (1 - D)^-½ with the distortion D of even levels.
 
-The scale of least error alone gives vectors 1 - D of their squared length (docs/decisions/0044)."""
+With the scale of least error, rounded vectors have 1 - D of the squared length (docs/decisions/0044).
+"""
 
 
 def check_encode(
@@ -175,7 +176,7 @@ def reach_numbers(bits: int, C: int) -> tuple[int, int]:
 
 
 def lengthen(x: Array, bits: int) -> Array:
-    """Return vectors that are longer by what rounding shortens, so that decoding keeps their length."""
+    """Scale vectors up before they are rounded, so that their dequantized values have their length."""
     return x * LONGER[bits] if bits in LONGER else x
 
 

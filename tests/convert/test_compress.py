@@ -254,7 +254,7 @@ def test_an_interrupted_run_continues(few, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compress(SOURCE, output, options=OPTIONS)
     assert not json.loads((output / "compress.json").read_text())["done"]
-    with pytest.raises(CheckpointError, match="no interrupted run with the same options"):
+    with pytest.raises(CheckpointError, match="no interrupted run with the same options and version"):
         compress(SOURCE, output, options=CompressOptions(context=1024, documents=3))
     monkeypatch.setattr(compress_module, "calibrate", calibrate)
     monkeypatch.setattr(compress_module, "convert", lambda *_, **__: done.append("converted"))

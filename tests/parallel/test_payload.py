@@ -105,7 +105,6 @@ def test_what_is_zero_or_no_number():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
-@pytest.mark.full
 def test_what_arrives_is_no_shorter(bits):
     # Products of vectors with what arrives are unbiased; with the nearest levels, they lose 4 % at 3 bits.
     x = np.random.default_rng(0).normal(size=(1, 4000, 1, 64)).astype(np.float32)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from kernels_pallas.quantized.encode import LONGER
 from zdc_jax.axes import AnyArray, Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.codes.code import decode_tokens, encode_tokens
@@ -128,7 +129,7 @@ class RotatedIntegers(Format):
     [B, T, N, 1]. A block with a non-finite coordinate arrives as NaN.
 
     Rounding to the nearest levels shrinks vectors by the relative square error, which would shrink all scores
-    and outputs. Received values are scaled up by as much.
+    and outputs. `FittedIntegers` undoes half of that, and received values are scaled up by the rest.
 
     Attributes:
       width: number of coordinates.
@@ -152,7 +153,8 @@ class RotatedIntegers(Format):
     def unpack(self, *parts: Array, dtype: jnp.dtype) -> Array:
         blocks = []
         for (size, bits), quantized in zip(self.blocks, itertools.batched(parts, 2), strict=True):
-            inverse = jnp.asarray(turn(size).T / (1 - gaussian_distortion(bits)), jnp.float32)
+            rest = 1 / ((1 - gaussian_distortion(bits)) * LONGER.get(bits, 1.0))
+            inverse = jnp.asarray(rest * turn(size).T, jnp.float32)
             # With so few levels, reduced precision in this product does not matter.
             blocks.append(decode_tokens(FittedIntegers(bits), quantized, size) @ inverse)
         return jnp.concatenate(blocks, -1)[..., : self.width].astype(dtype)

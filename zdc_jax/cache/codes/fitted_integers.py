@@ -24,12 +24,12 @@ class FittedIntegers(PackedCode):
     where level l stands for (2l + 1 - 2^bits)·scale/2^bits; scale uint8 [*batch, 1, 1], in the 8 bits of
     `from_e5m3`. Zeros decode to zeros, and a token with a non-finite coordinate decodes to NaN.
 
-    Vectors are lengthened before (`lengthen`), because the scale of least error shortens them. So scores and
-    outputs of attention are not systematically small.
+    The scale of least error shortens vectors, which would make scores and outputs of attention too small. So
+    vectors are lengthened first (`lengthen`).
 
     Fitting the scale compensates for evenly spaced levels, which integer arithmetic needs to compute scores.
-    The table shows the mean square error of rotated vectors at 2 to 5 bits before, relative to the optimal
-    levels for a Gaussian.
+    The table shows the mean square error of rotated vectors at 2 to 5 bits without `lengthen`, relative to
+    the optimal levels for a Gaussian.
 
     | coordinates | relative error |
     |---|---|
