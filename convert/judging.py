@@ -19,7 +19,7 @@ from zdc_jax.errors import EvaluationError
 from zdc_jax.evaluation.evaluate import Evaluation, Material, prepare
 from zdc_jax.evaluation.ruler.answer import score_task
 from zdc_jax.evaluation.ruler.prompt import RulerTask
-from zdc_jax.evaluation.ruler.score import LEAST_COUNTED, compare_scores
+from zdc_jax.evaluation.ruler.score import LEAST_COUNTED, RulerScore, compare_scores
 from zdc_jax.evaluation.text import Document
 from zdc_jax.generation.api import generate
 from zdc_jax.loading import LanguageModel, load
@@ -33,7 +33,9 @@ With 0.02, plans failed by the width of the interval: lookups in 56 documents ke
 RULER_TASKS = ("niah_multivalue", "fwe", "niah_multikey_2", "vt", "niah_multikey_3")
 """Tasks of RULER, first those that lost most on Qwen2.5-Coder-1.5B. Perplexity does not show such losses."""
 RULER_SAMPLES = 100
-"""Most samples of a task of RULER."""
+"""Most samples of a task of RULER in a block."""
+MOST_BLOCKS = 4
+"""Most blocks of samples of a task. Further blocks are answered while its interval is wider than `MARGIN`."""
 LEAST_GROWTH = 1.03
 """Smallest size of the plan that is judged after a failure, relative to the one that failed. With few more
 bytes it loses hardly less."""
@@ -68,8 +70,8 @@ class Row:
     tokens_per_second: float
 
 
-class PosedTask(NamedTuple):
-    """Task of RULER that counts.
+class AnsweredBlock(NamedTuple):
+    """Block of samples of a task of RULER.
 
     Attributes:
       samples: prompts and right answers.
@@ -117,7 +119,8 @@ class Judge:
         self.dense = load(checkpoint.path)
         self.model: tuple[str, LanguageModel] | None = None  # The plan that was loaded last.
         self.evaluation = Evaluation(self.dense.network, material, protocol="cached", batch=1)
-        self.ruler: dict[str, PosedTask | None] = {}  # None for a task that does not count.
+        self.counts: dict[str, bool] = {}  # By task of RULER.
+        self.blocks: dict[tuple[str, int], AnsweredBlock] = {}  # By task of RULER and number of the block.
 
     def choose(self) -> str | None:
         """Judge plans, the smallest first, and return the first that holds the limits; None if none does.
@@ -186,45 +189,65 @@ class Judge:
         """Yield each task of RULER that counts with the plan's score, measured when it is asked for."""
         scores = self.report(name)["ruler"]
         for task in RULER_TASKS:
-            if task not in scores and (posed := self._pose(task)) is not None:
-                score = compare_scores(posed.dense, self._score(self._load(name), posed.samples))
+            if task not in scores and self._decide_whether_it_counts(task):
+                score = self._compare(name, task)
                 scores[task] = asdict(score)
                 self.state.save()
-                self.watch(f"{task}: {score.score:.2f}; in 16 bits {score.dense:.2f}")
+                self.watch(
+                    f"{task}: {score.score:.2f}; in 16 bits {score.dense:.2f}; {score.samples} samples"
+                )
             if task in scores:
                 yield task, scores[task]
 
-    def _pose(self, task: str) -> PosedTask | None:
-        """Return a task of RULER; None if it does not count, which is said once."""
-        if task not in self.ruler:
+    def _compare(self, name: str, task: str) -> RulerScore:
+        """Return a plan's score, with enough blocks of samples for an interval no wider than `MARGIN`.
+
+        The number of samples depends on the width only, so that it favours neither success nor failure.
+        """
+        dense, plan = np.empty(0), np.empty(0)
+        for index in range(MOST_BLOCKS):
+            block = self._answer_without_plan(task, index)
+            dense = np.append(dense, block.dense)
+            plan = np.append(plan, self._score(self._load(name), block.samples))
+            score = compare_scores(dense, plan)
+            if score.is_precise(MARGIN):
+                break
+        return score
+
+    def _decide_whether_it_counts(self, task: str) -> bool:
+        """Return whether a task of RULER counts; say once why it does not."""
+        if task not in self.counts:
             try:
-                self.ruler[task] = self._answer_without_plan(task)
+                self._check_that_it_counts(task)
             except EvaluationError as error:
                 self.watch(f"{task} is not judged: {error}")
-                self.ruler[task] = None
-        return self.ruler[task]
+                self.counts[task] = False
+            else:
+                self.counts[task] = True
+        return self.counts[task]
 
-    def _answer_without_plan(self, task: str) -> PosedTask:
-        """Return a task of RULER with the scores of the unmodified model.
-
-        Raises:
-          EvaluationError: the task does not count.
-        """
+    def _check_that_it_counts(self, task: str) -> None:
+        """Raise `EvaluationError` unless the unmodified model solves enough samples of the first block."""
         if self.samples < LEAST_COUNTED:
             raise EvaluationError(f"{self.samples} samples are fewer than {LEAST_COUNTED}")
-        samples = self._prepare(task).ruler[task]
-        dense = self._score(self.dense, samples)
+        dense = self._answer_without_plan(task, 0).dense
         if (right := np.count_nonzero(dense)) < LEAST_COUNTED:
             raise EvaluationError(
                 f"without a plan {right} of {len(dense)} answers are right, fewer than {LEAST_COUNTED}"
             )
-        return PosedTask(samples, dense)
+
+    def _answer_without_plan(self, task: str, index: int) -> AnsweredBlock:
+        """Return a block of samples with the scores of the unmodified model."""
+        if (task, index) not in self.blocks:
+            samples = self._prepare(task, self.options.seed + index).ruler[task]
+            self.blocks[task, index] = AnsweredBlock(samples, self._score(self.dense, samples))
+        return self.blocks[task, index]
 
     def _score(self, model: LanguageModel, samples: RulerTask) -> np.ndarray:
         batch = choose_batch(self.checkpoint, self.material.context)
         return score_task(model.network, samples, protocol="cached", batch=batch)
 
-    def _prepare(self, task: str) -> Material:
+    def _prepare(self, task: str, seed: int) -> Material:
         config = self.checkpoint.config
         (material,) = prepare(
             config,
@@ -235,7 +258,7 @@ class Judge:
             contexts=(self.material.context,),
             split="report",
             max_documents=self.samples,
-            seed=self.options.seed,
+            seed=seed,
         )
         return material
 

@@ -382,8 +382,11 @@ def test_gains_in_ruler_count_as_losses_do():
 
 @pytest.fixture
 def judged(few, monkeypatch):
-    """Judge without networks; `lost` has pairs of key bits and lost tasks of RULER, `ran` all runs."""
-    made = SimpleNamespace(lost=[], ran=[], dense=np.ones(40))
+    """Judge without networks; `lost` has pairs of key bits and lost tasks of RULER, `ran` all runs.
+
+    `changed` has the samples of a block that a plan answers otherwise.
+    """
+    made = SimpleNamespace(lost=[], ran=[], dense=np.ones(40), changed=())
 
     def evaluate(self, network):
         made.ran.append((find_bits(network), "documents"))
@@ -394,10 +397,12 @@ def judged(few, monkeypatch):
         if (bits := find_bits(network)) is None:
             return made.dense
         made.ran.append((bits, samples))
-        return made.dense * ((bits, samples) not in made.lost)
+        answered = made.dense * ((bits, samples) not in made.lost)
+        answered[[*made.changed]] = 1 - answered[[*made.changed]]
+        return answered
 
     monkeypatch.setattr(Judge, "report", REPORT)
-    monkeypatch.setattr(Judge, "_prepare", lambda self, task: SimpleNamespace(ruler={task: task}))
+    monkeypatch.setattr(Judge, "_prepare", lambda self, task, _: SimpleNamespace(ruler={task: task}))
     monkeypatch.setattr(judging, "RULER_TASKS", ("vt", "fwe"))
     monkeypatch.setattr(judging.Evaluation, "evaluate", evaluate)
     monkeypatch.setattr(judging, "score_task", score_task)
@@ -418,11 +423,29 @@ def test_a_plan_that_loses_one_task_of_ruler_is_measured_no_further(judged, tmp_
     assert judged.ran == [(3, "documents"), (3, "vt"), (8, "documents"), (8, "vt"), (8, "fwe")]
 
 
+@pytest.mark.parametrize(
+    ("changed", "blocks", "holds"),
+    [
+        (range(130, 134), 1, True),  # As many samples are won as lost: 0.03 after one block.
+        (range(126, 138), 2, True),
+        (range(122, 142), 3, True),
+        (range(126, 132), 1, False),  # All are lost.
+        (range(68, 196), 4, False),  # As many are won as lost, but the interval remains too wide.
+    ],
+)
+def test_samples_are_added_until_the_interval_is_narrow(judged, changed, blocks, holds, tmp_path):
+    judged.dense, judged.changed = (np.arange(200) < 132).astype(float), changed
+    outcome = compress(SOURCE, tmp_path / "model", options=MANY)
+    assert (outcome.rows[1].name == "searched") == holds
+    asked = [task for bits, task in judged.ran if bits == 3 and task != "documents"]
+    assert asked == ["vt"] * blocks + ["fwe"] * blocks * holds
+
+
 def test_an_interrupted_judgement_repeats_no_part(judged, tmp_path):
     output = tmp_path / "model"
 
     def interrupt(line: str) -> None:
-        if line == "fwe: 1.00; in 16 bits 1.00":
+        if line == "fwe: 1.00; in 16 bits 1.00; 40 samples":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -443,7 +466,7 @@ def test_an_interrupted_judgement_repeats_no_part(judged, tmp_path):
     ],
 )
 def test_tasks_of_ruler_that_do_not_count_are_left_out(judged, options, right, reason, tmp_path, monkeypatch):
-    def refuse(self, task):
+    def refuse(self, task, seed):
         raise EvaluationError("context=1024: too short")
 
     if right is None:

@@ -11,7 +11,7 @@ import pytest
 from pages import NOWHERE, Pool
 
 from kernels_pallas import Plane, encode, encode_refusal
-from kernels_pallas.quantized.encode import TOKENS
+from kernels_pallas.quantized.encode import TOKENS, lengthen
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
 B, K, S = 3, 2, 160
@@ -82,14 +82,17 @@ class Case:
                 begin += old.width
 
     def check_plane(self, x, old, new):
-        """Assert that errors equal the quantizer's; another scale may be chosen where errors are equal."""
-        code = FittedIntegers(old.bits)
+        """Assert that errors equal the quantizer's; another scale may be chosen where errors are equal.
+
+        Errors are those of the lengthened vectors, as the quantizer takes them.
+        """
+        code, lengthened = FittedIntegers(old.bits), lengthen(x, old.bits)
         best = read(code, compiled_codes.encode(code, jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
         now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width).swapaxes(1, 2)
         for b in range(B):
             count = max(0, min(self.ends[b] - self.starts[b], x.shape[1]))
             slots = slice(self.starts[b], self.starts[b] + count)
-            errors = [((y - x[b, :count]) ** 2).sum(-1) for y in (now[b, slots], best[b, :count, :])]
+            errors = [((y - lengthened[b, :count]) ** 2).sum(-1) for y in (now[b, slots], best[b, :count, :])]
             np.testing.assert_allclose(*errors, rtol=1e-4)
             others = np.delete(np.arange(S), slots)
             for one, other in ((new.levels, old.levels), (new.reach, old.reach)):

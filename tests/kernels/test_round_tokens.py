@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import round_tokens, round_tokens_refusal
+from kernels_pallas.quantized.encode import lengthen
 from kernels_pallas.quantized.round_tokens import TOKENS
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
 
@@ -22,14 +23,14 @@ def check(bits, T, *widths, dtype=jnp.bfloat16, **options):
     """Assert that errors equal the quantizer's, and that values are those of the levels."""
     code, tokens = FittedIntegers(bits), draw(T, *widths, dtype=dtype)
     for x, found in zip(tokens, round_tokens(tokens, bits, **options), strict=True):
-        C, exact = x.shape[-1], np.float64(x)
+        C, exact = x.shape[-1], lengthen(np.float64(x), bits)
         best = compiled_codes.encode(code, x[..., None, :])
         read = [
             np.float64(compiled_codes.decode(code, coded, C))[..., 0, :]
             for coded in (best, (found.levels[..., None, :], found.reach[..., None, None]))
         ]
         errors = [np.square(each - exact).sum(-1) for each in read]
-        # Another scale may be chosen where errors are equal.
+        # Another scale may be chosen where errors of the lengthened vectors are equal.
         np.testing.assert_allclose(*errors, rtol=1e-4)
         np.testing.assert_array_equal(np.asarray(found.values), read[1].astype(found.values.dtype))
         assert found.values.dtype == dtype

@@ -42,6 +42,12 @@ class RulerScore:
     samples: int
     counted: int
 
+    def is_precise(self, margin: float) -> bool:
+        """Return whether `ratio_interval` extends at most `margin` below `ratio`."""
+        if self.ratio is None or self.ratio_interval is None:
+            return False
+        return self.ratio - self.ratio_interval[0] <= margin
+
 
 def score_answer(text: str, references: tuple[str, ...]) -> float:
     """Return the share of references that a text contains, in any case (RULER's `string_match_all`)."""
