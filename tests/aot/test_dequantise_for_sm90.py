@@ -14,7 +14,8 @@ B, K, S = 2, 8, 5120
 @pytest.mark.aot
 @pytest.mark.parametrize("bits", [(4, 4, 4), (6, 3, 5), (8, 2, 8)])
 @pytest.mark.parametrize("page", [0, 40, 256])
-def test_writes_numbers_alone(bits, page):
+@pytest.mark.parametrize("shifted", [False, True])
+def test_writes_numbers_alone(bits, page, shifted):
     # The output also holds the pointers of a tuple.
     sharding = jax.sharding.SingleDeviceSharding(device())
 
@@ -25,12 +26,16 @@ def test_writes_numbers_alone(bits, page):
     arrays = [(shape(*tokens, C * b // 8), shape(*tokens)) for C, b in zip((32, 96, 128), bits, strict=True)]
     table = shape(B, S // page, dtype=jnp.int32) if page else None
 
-    def read(arrays, ends, table):
+    row = shape(B, dtype=jnp.int32)
+    means = shape(K, S // 64, 128, dtype=jnp.float32) if shifted else None
+
+    def read(arrays, ends, table, means, references):
         index, rest, values = (Plane(*pair, b) for pair, b in zip(arrays, bits, strict=True))
-        return dequantise([[index, rest], [values]], ends, block_table=table)
+        shift = {"means": means, "references": references}
+        return dequantise([[index, rest], [values]], ends, block_table=table, **shift)
 
     with on_abstract_h200():
-        traced = jax.jit(read).trace(arrays, shape(B, dtype=jnp.int32), table)
+        traced = jax.jit(read).trace(arrays, row, table, means, row if shifted else None)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     assert memory.output_size_in_bytes <= 2 * 2 * B * K * S * 128 + 64
     assert memory.temp_size_in_bytes <= 1024

@@ -10,6 +10,7 @@ import pytest
 from pages import Pool
 
 from kernels_pallas import Plane, dequantise, dequantise_refusal
+from kernels_pallas.common import GAIN_BLOCK
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from kernels_pallas.quantized.dequantise import TOKENS
 from zdc_jax.cache.codes.fitted_integers import FittedIntegers
@@ -58,15 +59,20 @@ def same_bits(one, other):
     np.testing.assert_array_equal(*(x.view(integers)[~no_number] for x in (one, other)))
 
 
-def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, **options):
+def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, shifted=False, **options):
     """Assert that results are exact in rows, or in pages of a pool without the tokens after the ends."""
     planes, ends, table = planes_of(kinds, S), np.array(ends), None
-    expected = [read(each, dtype) for each in planes]
+    expected = [read(each, jnp.float32 if shifted else dtype) for each in planes]
     if sinks:
         rng = np.random.default_rng(1)
         values = [jnp.asarray(rng.normal(size=(B, K, sinks + 3, x.shape[3])), dtype) for x in expected]
         expected = [x.at[:, :, :sinks].set(y[:, :, :sinks]) for x, y in zip(expected, values, strict=True)]
         options |= {"sinks": sinks, "sink_values": values}
+    if shifted:
+        means, references = draw_means(-(-S // GAIN_BLOCK), expected[0].shape[3])
+        expected[0] += means[:, jnp.arange(S) // GAIN_BLOCK] - means[:, references, None].swapaxes(0, 1)
+        expected = [x.astype(dtype) for x in expected]
+        options |= {"means": means, "references": references}
     if page:
         pool = Pool([plane for each in planes for plane in each], np.zeros(B, int), ends, page)
         rest, table = iter(pool.planes), pool.table
@@ -79,6 +85,36 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, **optio
             assert not np.any(x[b, :, end:zeros])
             # The interpreter fills outputs with NaN.
             assert "interpret" not in options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
+
+
+def draw_means(blocks, width):
+    """Return means of blocks, and the block of each sequence whose mean is subtracted."""
+    means = 30 * np.random.default_rng(2).normal(size=(K, blocks, width))
+    return jnp.asarray(means, jnp.float32), jnp.arange(B, dtype=jnp.int32) % blocks
+
+
+@pytest.mark.parametrize("page", [0, 40])
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.matrix("40")
+def test_keys_regain_the_means_of_their_blocks(page, sinks):
+    size = -(-FEW // page) * page if page else FEW
+    check(KINDS["index"], page, S=size, sinks=sinks, shifted=True, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 16, 128])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_keys_regain_the_means_of_their_blocks_on_the_device(page, sinks):
+    check(KINDS["index"], page, sinks=sinks, shifted=True)
+
+
+def test_means_must_cover_all_slots():
+    planes, ends = planes_of(KINDS["index"], FEW), jnp.asarray(ENDS, jnp.int32)
+    means, references = draw_means(4, 128)
+    assert dequantise_refusal(planes, ends, means=means, references=references) == (
+        "means has 4 blocks of float32: must be float32 for 320 slots"
+    )
+    assert dequantise_refusal(planes, ends, means=means) == "means and references: give both or neither"
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)

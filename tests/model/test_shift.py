@@ -74,6 +74,20 @@ def test_scores_equal_float64_at_every_position(start):
     assert np.ptp(want, axis=-1).max() > 100 * 0.01
 
 
+@pytest.mark.parametrize("start", [0, 131072 - 256])
+def test_means_of_keys_equal_float64(start):
+    rng, blocks = np.random.default_rng(start), (start + 256) // BLOCK
+    mean, basis = qwen_like_mean(rng), np.linalg.qr(rng.normal(size=(2, 128, 128)))[0]
+    shift = ShiftedQueries(jnp.zeros((1, 1, 4, 128)), jnp.zeros((1, 1), int), jnp.float32(mean), FREQUENCIES)
+    want = mean_keys(np.float64(np.float32(mean)), FREQUENCIES, blocks)
+    want -= want[0]
+    want = want.swapaxes(0, 1)
+    for used, turned in ((None, want), (basis, want @ basis)):
+        found = shift.means_of_keys(start + 256, None if used is None else jnp.float32(used))
+        np.testing.assert_allclose(found, turned, atol=1e-3)
+        assert np.abs(turned).max() > (10 if start else 0.1)
+
+
 def test_the_best_mean_of_a_block_is_the_damped_mean():
     # Least squares over the positions of one block.
     rng, mean = np.random.default_rng(0), np.random.default_rng(1).normal(size=128)

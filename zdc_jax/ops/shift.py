@@ -122,6 +122,24 @@ class ShiftedQueries(NamedTuple):
         turns = _turns_between_blocks(self.frequencies, -(-slots // BLOCK))
         return MeanTurns(self.mean.astype(jnp.float32), _all_turns_in_block(-self.frequencies), turns)
 
+    def means_of_keys(self, slots: int, basis: Float[Array, "K H C"] | None) -> Float[Array, "K blocks C"]:
+        """Return what keys of each block left out, less what those of the first block did.
+
+        The constant of all keys does not change attention, and differences keep the digits of slow turns.
+
+        Args:
+          slots: number of positions.
+          basis: basis of the keys; None for keys as the rotary embedding leaves them.
+        """
+        turned = _turn(self.mean.astype(jnp.float32), CENTER * self.frequencies)[:, None]
+        first, second = jnp.split(turned, 2, axis=-1)
+        less, opposite = jnp.split(_turns_between_blocks(self.frequencies, -(-slots // BLOCK)), 2, axis=-1)
+        sin = -opposite
+        means = jnp.concatenate([first * less - second * sin, second * less + first * sin], axis=-1)
+        if basis is None:
+            return means
+        return jnp.einsum("KbH,KHC->KbC", means, basis, precision=jax.lax.Precision.HIGHEST)
+
     def _kernel_refusal(self, mean: Array, in_block: Array, turns: Array) -> str | None:
         """Return why the kernel cannot run, or None."""
         # Caches of other dtypes do not run on kernels either.
@@ -149,6 +167,13 @@ def score_products(
     own = positions // BLOCK
     distances = jnp.clip(own[..., None] - jnp.arange(len(turns)), 0, len(turns) - 1)
     return jnp.take_along_axis(scores, distances[:, :, None], axis=-1)
+
+
+def _turn(x: Float[Array, "K H"], angles: Float[np.ndarray, " h"]) -> Float[Array, "K H"]:
+    """Turn pairs of coordinates, as the rotary embedding does."""
+    cos, sin = (jnp.asarray(turns, jnp.float32) for turns in (np.cos(angles), np.sin(angles)))
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _all_turns_in_block(frequencies: Float[np.ndarray, " h"]) -> Float[Array, "64 2*h"]:

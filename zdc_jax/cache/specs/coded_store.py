@@ -38,6 +38,7 @@ from zdc_jax.ops.cache_attention import (
     stored_attention_refusal,
     takes_kernels,
 )
+from zdc_jax.ops.shift import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +195,20 @@ class CodedStore(CodedFar):
     def _attend_joined(
         self, state: NearFarState, trailing: Trailing, q: Array, new: NewTokens, call: Call
     ) -> Attended:
-        """Write new tokens to the store and attend to it and to the near tokens `trailing`."""
+        """Write new tokens to the store and attend to it and to the near tokens `trailing`.
+
+        Keys regain their means, relative to that of the block in the middle of the new tokens, which costs
+        less than block scores. Near that block little is added, so that rounding loses little, and nowhere
+        much more than in keys that were never shifted.
+        """
         far = self.write_far(state, new)
         pools, table = pools_of(far)
         planes = self._convert_planes(pools)
         of_sinks = [x.astype(self.dtype) for x in (trailing.sink_k, trailing.sink_v) if x is not None]
+        near, means, references = trailing._replace(sink_k=None, sink_v=None), call.means_of_keys, None
+        if means is not None:
+            references = (new.start + new.end) // 2 // BLOCK
+            near = near._replace(k=_add_means(near, means, references))
         far_k, far_v = dequantise(
             planes,
             new.positions[:, -1] + 1 - self.window,
@@ -206,6 +216,8 @@ class CodedStore(CodedFar):
             block_table=table,
             sinks=self.sinks,
             sink_values=of_sinks,
+            means=means,
+            references=references,
         )
         o, lse = prefill_attention(
             q,
@@ -217,8 +229,7 @@ class CodedStore(CodedFar):
             needed_from=call.needed_from,
             window=self.window,
             keys="far",
-            near=trailing._replace(sink_k=None, sink_v=None),
-            block_scores=call.block_scores,
+            near=near,
         )
         return Attended(NearFarState(state.near, far), o, lse, None)
 
@@ -285,6 +296,15 @@ class CodedStore(CodedFar):
 
     def _pair_codes(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])
+
+
+def _add_means(
+    near: Trailing, means: Float[Array, "K blocks C"], references: Int[Array, " B"]
+) -> Float[Array, "B K M C"]:
+    """Return near keys with the means of their blocks, less those of the blocks `references`."""
+    blocks = (near.start[:, None] + jnp.arange(near.k.shape[2])) // BLOCK
+    added = means.at[:, blocks].get(mode="clip") - means.at[:, references[:, None]].get(mode="clip")
+    return (near.k.astype(jnp.float32) + added.swapaxes(0, 1)).astype(near.k.dtype)
 
 
 def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end: Array) -> Coded:
