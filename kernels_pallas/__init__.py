@@ -14,6 +14,7 @@ from kernels_pallas.prefill.inputs import Trailing as Trailing
 from kernels_pallas.prefill.inputs import first_near_row as first_near_row
 from kernels_pallas.prefill.inputs import rows_before as rows_before
 from kernels_pallas.quantized.attention import coded_parts as coded_parts
+from kernels_pallas.quantized.block_means import BlockMeans as BlockMeans
 from kernels_pallas.quantized.dequantise import dequantise as dequantise
 from kernels_pallas.quantized.encode import encode as encode
 from kernels_pallas.quantized.inputs import CodedConfig as CodedConfig

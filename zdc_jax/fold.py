@@ -22,7 +22,7 @@ from zdc_jax.cache.codes.gaussian import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.ops.rotary import layer_frequencies, rope_frequencies
-from zdc_jax.ops.shift import damping
+from zdc_jax.ops.shift import damping, means_of_blocks
 from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planned_layers import Rotations
@@ -97,7 +97,7 @@ def cast(tree: Any, dtype: jnp.dtype) -> Any:
     rounded to float16: in bfloat16 those of q and k would not be inverse to each other, which would change
     every score.
     """
-    precise = {"frequencies", "k_mean"} | ({"k_bias"} if "k_mean" in tree else set())
+    precise = {"frequencies", "k_mean", "k_block_means"} | ({"k_bias"} if "k_mean" in tree else set())
 
     def choose_dtype(name: str) -> Any:
         if name in _ROTATIONS and dtype == jnp.bfloat16:
@@ -155,8 +155,8 @@ def fold_attention(
 
     Returns:
       float64 arrays q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D] and their biases. Some placements add
-      `q_rotation`, `k_rotation`, and `k_mean` with a `mean`, or `frequencies`. Centered values add `o_bias`
-      to models without one.
+      `q_rotation`, `k_rotation`, and with a `mean` `k_mean` and `k_block_means`, or `frequencies`. Centered
+      values add `o_bias` to models without one.
 
     Raises:
       ValueError: an attention weight is unknown and would be lost.
@@ -204,7 +204,7 @@ def _fold_qk(
     where = placement(spec, basis)
     if where == "post_rope":
         new = {**old, "q_rotation": q_map, "k_rotation": k_map}
-        return new if mean is None else new | {"k_mean": mean}
+        return new if mean is None else new | _shift_weights(mean, config, layer, k_map)
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
         name: np.einsum("...NH,NHR->...NR", x, group_map if name[0] == "q" else k_map)
@@ -242,9 +242,18 @@ def _leave_out(
 ) -> dict[str, np.ndarray]:
     """Return attention parameters without a basis whose keys leave out their mean."""
     if config.layers[layer].rope is not None:
-        return {**weights, "k_mean": mean}
+        return {**weights, **_shift_weights(mean, config, layer)}
     # Without a rotary embedding all keys lose the same vector, which attention does not see.
     return {**weights, "k_bias": np.asarray(weights["k_bias"], np.float64) - mean}
+
+
+def _shift_weights(
+    mean: np.ndarray, config: ModelConfig, layer: int, k_map: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Return the weights of keys that leave out their mean."""
+    frequencies = layer_frequencies(config.layers[layer], config)
+    means = means_of_blocks(np.asarray(mean, np.float64), frequencies, config.max_positions, k_map)
+    return {"k_mean": mean} | ({} if means is None else {"k_block_means": means})
 
 
 def _latent_keys(basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:

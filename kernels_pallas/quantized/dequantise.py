@@ -4,7 +4,7 @@
     each array, each of its planes: load scales; each part of the coordinates: load levels → unpack → store
 
 A program unpacks the levels of some tokens of one KV head, multiplies them by their scales and writes the
-result, or copies sinks. It may add means to the first array, one for each block of 64 positions. Programs
+result, or copies sinks. It may add the mean of each block of 64 positions to the first array. Programs
 without requested tokens exit. Per token and array the kernel reads C·bits/8 + 1 bytes per plane and writes
 2 C or 4 C. A coordinate costs three FLOP, so memory traffic bounds the time. Without means, results are
 bitwise those of `FittedIntegers`.
@@ -28,6 +28,7 @@ from kernels_pallas import common
 from kernels_pallas.common import GAIN_BLOCK, Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
+from kernels_pallas.quantized.block_means import BlockMeans, check_means
 from kernels_pallas.quantized.inputs import Plane, rows_of
 from kernels_pallas.quantized.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_planes, in_pages, pieces, plt
@@ -45,8 +46,7 @@ def check_dequantise(
     block_table: Shaped | None = None,
     sinks: int = 0,
     sink_values: Sequence[Shaped] = (),
-    means: Shaped | None = None,
-    references: Shaped | None = None,
+    means: BlockMeans | None = None,
 ) -> None:
     """Check the arguments of `dequantise`; errors are those it documents."""
     check_back_end()
@@ -63,17 +63,7 @@ def check_dequantise(
         raise ValueError(
             f"{sinks=}: must be 0, or above with sink_values for {len(planes)} arrays, not {len(sink_values)}"
         )
-    if (means is None) != (references is None):
-        raise ValueError("means and references: give both or neither")
-    if means is not None:
-        common.check_rows(ends.shape[0], references=references)
-        width = sum(plane.width for plane in planes[0])
-        common.check_shape("means", means, (K, None, width), "K, blocks, C")
-        tokens = slots if block_table is None else slots * block_table.shape[1]
-        if means.shape[1] * GAIN_BLOCK < tokens or means.dtype != jnp.float32:
-            raise ValueError(
-                f"means has {means.shape[1]} blocks of {means.dtype}: must be float32 for {tokens} slots"
-            )
+    check_means(means, ends.shape[0], K, sum(plane.width for plane in planes[0]))
     for i, (x, each) in enumerate(zip(sink_values, planes, strict=True) if sinks else ()):
         name, width = f"sink_values[{i}]", sum(plane.width for plane in each)
         common.check_shape(name, x, (ends.shape[0], K, None, width), "B, K, P, C")
@@ -93,8 +83,7 @@ def dequantise(
     block_table: Int[Array, "B pages"] | None = None,
     sinks: int = 0,
     sink_values: Sequence[Float[Array, "B K P _"]] = (),
-    means: Float[Array, "K blocks _"] | None = None,
-    references: Int[Array, " B"] | None = None,
+    means: BlockMeans | None = None,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "B K S _"]]:
     """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
@@ -109,8 +98,7 @@ def dequantise(
       block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are zeros.
       sinks: number of first tokens whose values are those of `sink_values`, not those of their levels.
       sink_values: for each array the values of at least `sinks` tokens, in `dtype`; empty without sinks.
-      means: what tokens of the first array gain in each block of 64 positions, float32, sinks too.
-      references: block of each sequence whose mean is subtracted from all of `means`, int32.
+      means: what tokens of the first array gain, sinks too.
       interpret: whether to run on any device, slowly.
 
     Returns:
@@ -132,20 +120,14 @@ def dequantise(
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
         name="zdc_dequantise",
-    )(
-        ends.astype(jnp.int32),
-        block_table,
-        sink_values if sinks else (),
-        None if means is None else (means, jnp.clip(references, 0, means.shape[1] - 1).astype(jnp.int32)),
-        planes,
-    )
+    )(ends.astype(jnp.int32), block_table, sink_values if sinks else (), means, planes)
 
 
 def _kernel(
     ends_ref: Any,
     table_ref: Any,
     sink_refs: Sequence[Any],
-    mean_refs: tuple[Any, Any] | None,
+    means: BlockMeans | None,
     planes: Sequence[Sequence[Plane]],
     *out_refs: Any,
     rows: int,
@@ -182,13 +164,9 @@ def _kernel(
                         at = sink_refs[array].at[b, kv, jnp.minimum(token, sinks - 1), column]
                         sink = plt.load(at, mask=is_sink, other=0).astype(jnp.float32)
                         values = jnp.where(is_sink, sink, values)
-                    if mean_refs is not None and array == 0:
-                        means_ref, reference = mean_refs[0], mean_refs[1][b]
-                        own, subtracted = (
-                            plt.load(means_ref.at[kv, block, columns])
-                            for block in (first // GAIN_BLOCK, reference)
-                        )
-                        values = jnp.where(kept, values + (own - subtracted)[None], 0)
+                    if means is not None and array == 0:
+                        gain = means.load(b, kv, lax.div(first, jnp.int32(GAIN_BLOCK)), columns)
+                        values = jnp.where(kept, values + gain[None], 0)
                     plt.store(out_ref.at[b, kv, pl.ds(first, rows), columns], values.astype(out_ref.dtype))
                 begin += C
 

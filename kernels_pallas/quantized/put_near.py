@@ -6,9 +6,9 @@
     rows:  load the new token of each row → quantize → values; zeros where there is no token
 
 Attention of a chunk reads near tokens by position: the last ones before the chunk, which the ring has, and
-those of the chunk. They are read as the ring stores them. Per KV head the kernel reads T + M tokens and
-writes as many. Operations are those of `encode`. A launch takes longer than this work for most chunks, and
-XLA would need about fifteen.
+those of the chunk. They are read as the ring stores them; keys that left out their mean regain it. Per KV
+head the kernel reads T + M tokens and writes as many. Operations are those of `encode`. A launch takes
+longer than this work for most chunks, and XLA would need about fifteen.
 
 Rings and snapshots are updated in place. A program has its own slots, of which it reads the old tokens before
 it writes new ones, so that programs need no order. Within a program that order rests on Triton: each thread
@@ -30,9 +30,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import Shaped
+from kernels_pallas.common import GAIN_BLOCK, Shaped
 from kernels_pallas.lowering import lower_once
 from kernels_pallas.prefill.inputs import Trailing, first_near_row, rows_before
+from kernels_pallas.quantized.block_means import BlockMeans, check_means
 from kernels_pallas.quantized.encode import coded
 from kernels_pallas.quantized.inputs import Plane
 from kernels_pallas.quantized.short_scales import from_e5m3
@@ -102,6 +103,7 @@ def check_put_near(
     sinks: int,
     window: int,
     snapshots: RingSnapshots | None = None,
+    means: BlockMeans | None = None,
 ) -> None:
     """Check the arguments of `put_near`; errors are those it documents."""
     check_back_end()
@@ -126,6 +128,7 @@ def check_put_near(
             check_addressed(name, plane, (count, K, M))
             if plane.width != ring.width:
                 raise ValueError(f"{name} has {plane.width} coordinates: must be {ring.width}")
+    check_means(means, B, K, rings[0].width)
     common.check_rows(B, rows=rows, starts=starts, ends=ends)
     if snapshots is not None:
         common.check_rows(B, **{"snapshots.marks": snapshots.marks, "snapshots.slots": snapshots.slots})
@@ -143,6 +146,7 @@ def put_near(
     sinks: int,
     window: int,
     snapshots: RingSnapshots | None = None,
+    means: BlockMeans | None = None,
     interpret: bool = False,
 ) -> NearTokens:
     """Quantize tokens at positions `starts` … `ends` - 1 into rings; list what their queries read.
@@ -156,11 +160,12 @@ def put_near(
       sinks: sinks of the rings; sink p is in slot window + p.
       window: window of the rings, at least 1; position p is in slot p mod window.
       snapshots: copies of rings to make.
+      means: what keys gain where queries read them, but for sinks; neither rings nor sinks have it.
       interpret: whether to run on any device, slowly.
 
     Returns:
       Rings and snapshots, in the same memory if their arrays are donated, and the near tokens, in the dtype
-      of x. Rows without a near token are zeros.
+      of x. Rows without a near token are zeros, or the means of keys.
 
     Raises:
       ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
@@ -177,21 +182,30 @@ def put_near(
     near = [like((B, K, total, each.shape[3]), each.dtype) for each in x]
     of_sinks = [like((B, K, M - window, each.shape[3]), each.dtype) for each in x] if sinks else []
     planes = rings, snapshots.planes if snapshots else []
+    before = 1 + len(x) + len(jax.tree.leaves(means))  # Arrays before the planes.
     stored = jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), planes)
     (rings, copies), (k, v), of_sinks = pl.pallas_call(
         functools.partial(_kernel, g=g),
         out_shape=(stored, near, of_sinks),
         grid=(B, K, M // g.tile + total // ROWS),
-        input_output_aliases={1 + len(x) + i: i for i in range(len(jax.tree.leaves(planes)))},
+        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(planes)))},
         compiler_params=plt.CompilerParams(num_warps=2),
         interpret=interpret,
         name="zdc_put_near",
-    )(numbers, x, planes)
+    )(numbers, x, means, planes)
     return NearTokens(rings, copies, Trailing(k, v, first, *of_sinks))
 
 
 def _kernel(
-    numbers_ref: Any, x_refs: Any, _before: Any, stored: Any, near: Any, of_sinks: Any, *, g: _Geometry
+    numbers_ref: Any,
+    x_refs: Any,
+    means: BlockMeans | None,
+    _before: Any,
+    stored: Any,
+    near: Any,
+    of_sinks: Any,
+    *,
+    g: _Geometry,
 ) -> None:
     # `_before` shares memory with `stored`.
     b, kv, part = (pl.program_id(axis) for axis in range(3))
@@ -204,7 +218,8 @@ def _kernel(
         slot = part * g.tile + lax.broadcasted_iota(jnp.int32, (g.tile, 1), 0)
         for i, (x_ref, ring, near_ref) in enumerate(zip(x_refs, rings, near, strict=True)):
             copy, sink_ref = (each[i] if each else None for each in (copies, of_sinks))
-            _put_slots(_Tokens(x_ref, b, kv), ring, copy, near_ref, sink_ref, slot, numbers, g)
+            tokens = _Tokens(x_ref, b, kv, None if i else means)
+            _put_slots(tokens, ring, copy, near_ref, sink_ref, slot, numbers, g)
 
     @pl.when(part >= slot_tiles)
     def _rows() -> None:
@@ -212,19 +227,20 @@ def _kernel(
         position = numbers.first + row
         recent = (position >= numbers.start - g.window) | (position < g.sinks)
         is_old = recent & (position < numbers.start)
-        for x_ref, near_ref in zip(x_refs, near, strict=True):
-            tokens = _Tokens(x_ref, b, kv)
+        for i, (x_ref, near_ref) in enumerate(zip(x_refs, near, strict=True)):
+            tokens = _Tokens(x_ref, b, kv, None if i else means)
             is_new = (position >= numbers.start) & (position < numbers.end)
             values = _values(*tokens.quantize(position - numbers.start, is_new))
-            tokens.put(near_ref, b, row, values, ~is_old)
+            tokens.put(near_ref, b, row, tokens.add_means(values, position), ~is_old)
 
 
 class _Tokens(NamedTuple):
-    """New tokens of one array, sequence and KV head."""
+    """New tokens of one array, sequence and KV head; `means` is what queries read in addition."""
 
     ref: Any
     b: Array
     kv: Array
+    means: BlockMeans | None
 
     def quantize(self, token: Array, kept: Array) -> tuple[list[Array], Array]:
         """Return levels, by parts of the coordinates, and scales of tokens [n, 1]; zeros if not kept."""
@@ -247,6 +263,16 @@ class _Tokens(NamedTuple):
         """Write parts of tokens [n, ·] to an array with their coordinates on the last axis."""
         for column, part in zip(self.columns(), parts, strict=True):
             plt.store(ref.at[row, self.kv, index, column], part.astype(ref.dtype), mask=mask)
+
+    def add_means(self, parts: Sequence[Array], position: Array) -> list[Array]:
+        """Return parts of tokens at positions [n, 1] as queries read them."""
+        if self.means is None:
+            return list(parts)
+        block = lax.div(jnp.maximum(position, 0), jnp.int32(GAIN_BLOCK))
+        return [
+            part + self.means.load(self.b, self.kv, block, column)
+            for column, part in zip(self.columns(), parts, strict=True)
+        ]
 
     def columns(self) -> list[Array]:
         """Return the coordinates of each part."""
@@ -290,7 +316,7 @@ def _put_slots(
     position = _find_positions(slot, numbers.start, g)
     is_read = position >= numbers.first
     index = jnp.maximum(position - numbers.first, 0)
-    tokens.put(near_ref, tokens.b, index, _values(*old), is_read)
+    tokens.put(near_ref, tokens.b, index, tokens.add_means(_values(*old), position), is_read)
 
 
 def _store(

@@ -6,7 +6,7 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from compiled import device
 
-from kernels_pallas import Plane, dequantise
+from kernels_pallas import BlockMeans, Plane, dequantise
 
 B, K, S = 2, 8, 5120
 
@@ -27,15 +27,14 @@ def test_writes_numbers_alone(bits, page, shifted):
     table = shape(B, S // page, dtype=jnp.int32) if page else None
 
     row = shape(B, dtype=jnp.int32)
-    means = shape(K, S // 64, 128, dtype=jnp.float32) if shifted else None
+    means = BlockMeans(shape(K, S // 64, 128, dtype=jnp.float32), row) if shifted else None
 
-    def read(arrays, ends, table, means, references):
+    def read(arrays, ends, table, means):
         index, rest, values = (Plane(*pair, b) for pair, b in zip(arrays, bits, strict=True))
-        shift = {"means": means, "references": references}
-        return dequantise([[index, rest], [values]], ends, block_table=table, **shift)
+        return dequantise([[index, rest], [values]], ends, block_table=table, means=means)
 
     with on_abstract_h200():
-        traced = jax.jit(read).trace(arrays, row, table, means, row if shifted else None)
+        traced = jax.jit(read).trace(arrays, row, table, means)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     assert memory.output_size_in_bytes <= 2 * 2 * B * K * S * 128 + 64
     assert memory.temp_size_in_bytes <= 1024

@@ -120,8 +120,9 @@ def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
         made = build(CONFIG, plan, rotated=True)
         for block, ranks in zip(made.layers, plan.layers, strict=True):
             if ranks.shift:
-                mean = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim))
-                block.attention.k_mean = nnx.data(nnx.Param(mean))
+                K, H = CONFIG.num_kv_heads, CONFIG.head_dim
+                block.attention.k_mean = nnx.data(nnx.Param(jnp.zeros((K, H))))
+                block.attention.k_block_means = nnx.data(nnx.Param(jnp.zeros((K, TOKENS // 64, H))))
         return made
 
     def cache():

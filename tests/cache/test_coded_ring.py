@@ -122,7 +122,7 @@ def test_one_kernel_does_what_several_steps_of_xla_do(monkeypatch):
     monkeypatch.setattr(new_tokens, "device_refusal", lambda x: None)
     monkeypatch.setattr(new_tokens, "put_near", put)
     state, found, made = ring.put_prompt(
-        earlier, rows, NewTokens(NewKeys(new[0]), new[1], positions, end), snapshots
+        earlier, rows, NewTokens(NewKeys(new[0]), new[1], positions, end), snapshots=snapshots
     )
     for one, other in zip(*map(jax.tree.leaves, ((state, made), want)), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)

@@ -16,7 +16,7 @@ from zdc_jax.cache.specs.coded_store import CodedStore
 from zdc_jax.cache.specs.spec import Call, NewTokens
 from zdc_jax.ops import attention, cache_attention, new_tokens
 from zdc_jax.ops.new_keys import NewKeys, Turn
-from zdc_jax.ops.shift import ShiftedQueries, without_mean
+from zdc_jax.ops.shift import ShiftedQueries, means_of_blocks, without_mean
 
 B, K, G, H, S, PAGE = 2, 2, 2, 64, 384, 128
 SPEC = CodedStore(
@@ -79,7 +79,8 @@ def attend(spec, implementation, state, q, k, v, positions, end, basis, table):
     mean = jnp.asarray(MEAN, jnp.float32)
     kept = without_mean(k + mean, positions, mean, FREQUENCIES)
     q, kept, v = (x.astype(jnp.bfloat16) for x in (q, kept, v))
-    shift = ShiftedQueries(q, positions, mean, FREQUENCIES)
+    means = jnp.asarray(means_of_blocks(MEAN, FREQUENCIES, S), jnp.float32) @ basis[1].astype(jnp.float32)
+    shift = ShiftedQueries(q, positions, mean, FREQUENCIES, means)
     keys = NewKeys(kept, Turn(positions, FREQUENCIES, *basis), shift)
     call = Call(scale=0.05, implementation=implementation, table=table)
     return spec.attend(state, q, NewTokens(keys, v, positions, end), None, call)[:2]

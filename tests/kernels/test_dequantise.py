@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pages import Pool
 
-from kernels_pallas import Plane, dequantise, dequantise_refusal
+from kernels_pallas import BlockMeans, Plane, dequantise, dequantise_refusal
 from kernels_pallas.common import GAIN_BLOCK
 from kernels_pallas.prefill.inputs import LARGEST_BLOCK
 from kernels_pallas.quantized.dequantise import TOKENS
@@ -26,6 +26,8 @@ KINDS = {
 }
 FEW = 320
 """Slots for Pallas' interpreter, which copies all arrays at each step; some follow blocks of zeros."""
+MEANS = 4
+"""Blocks with a mean."""
 ENDS = (0, 1, LARGEST_BLOCK, 300, S + 9)
 
 
@@ -69,10 +71,12 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, shifted
         expected = [x.at[:, :, :sinks].set(y[:, :, :sinks]) for x, y in zip(expected, values, strict=True)]
         options |= {"sinks": sinks, "sink_values": values}
     if shifted:
-        means, references = draw_means(-(-S // GAIN_BLOCK), expected[0].shape[3])
-        expected[0] += means[:, jnp.arange(S) // GAIN_BLOCK] - means[:, references, None].swapaxes(0, 1)
+        means = draw_means(expected[0].shape[3])
+        blocks = jnp.minimum(jnp.arange(S) // GAIN_BLOCK, MEANS - 1)
+        subtracted = means.values[:, means.references, None].swapaxes(0, 1)
+        expected[0] += means.values[:, blocks] - subtracted
         expected = [x.astype(dtype) for x in expected]
-        options |= {"means": means, "references": references}
+        options |= {"means": means}
     if page:
         pool = Pool([plane for each in planes for plane in each], np.zeros(B, int), ends, page)
         rest, table = iter(pool.planes), pool.table
@@ -87,10 +91,10 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, sinks=0, shifted
             assert "interpret" not in options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
 
 
-def draw_means(blocks, width):
-    """Return means of blocks, and the block of each sequence whose mean is subtracted."""
-    means = 30 * np.random.default_rng(2).normal(size=(K, blocks, width))
-    return jnp.asarray(means, jnp.float32), jnp.arange(B, dtype=jnp.int32) % blocks
+def draw_means(width):
+    """Return means of fewer blocks than keys have."""
+    values = 30 * np.random.default_rng(2).normal(size=(K, MEANS, width))
+    return BlockMeans(jnp.asarray(values, jnp.float32), jnp.arange(B, dtype=jnp.int32) % MEANS)
 
 
 @pytest.mark.parametrize("page", [0, 40])
@@ -108,13 +112,14 @@ def test_keys_regain_the_means_of_their_blocks_on_the_device(page, sinks):
     check(KINDS["index"], page, sinks=sinks, shifted=True)
 
 
-def test_means_must_cover_all_slots():
+def test_means_have_the_shape_of_keys():
     planes, ends = planes_of(KINDS["index"], FEW), jnp.asarray(ENDS, jnp.int32)
-    means, references = draw_means(4, 128)
-    assert dequantise_refusal(planes, ends, means=means, references=references) == (
-        "means has 4 blocks of float32: must be float32 for 320 slots"
-    )
-    assert dequantise_refusal(planes, ends, means=means) == "means and references: give both or neither"
+    means = draw_means(128)
+    assert dequantise_refusal(planes, ends, means=means) is None
+    halves = means._replace(values=means.values.astype(jnp.bfloat16))
+    wanted = "means.values has dtype bfloat16: must be float32"
+    assert dequantise_refusal(planes, ends, means=halves) == wanted
+    assert "means.values" in dequantise_refusal(planes, ends, means=draw_means(64))
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)

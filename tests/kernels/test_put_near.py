@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import Plane, RingSnapshots, put_near, put_near_refusal, round_tokens
+from kernels_pallas import BlockMeans, Plane, RingSnapshots, put_near, put_near_refusal, round_tokens
 
 K, N, COPIES = 2, 4, 3
 STARTS, ENDS = np.array([0, 21, 37, 300]), np.array([9, 30, 37, 306])
@@ -53,7 +53,12 @@ class Case:
             for x in self.whole
         ]
 
-    def check(self, *, copies: bool = True, **options):
+    def draw_means(self) -> BlockMeans:
+        """Return means of fewer blocks than keys have."""
+        values = 9 * np.random.default_rng(1).normal(size=(K, 4, self.whole[0].shape[3]))
+        return BlockMeans(jnp.asarray(values, jnp.float32), jnp.arange(len(STARTS), dtype=jnp.int32))
+
+    def check(self, *, copies: bool = True, shifted: bool = False, **options):
         before, kept, after, copied = (self.empty(n) for n in (N, COPIES, N, COPIES))
         for array in range(2):
             for b, row in enumerate(ROWS):
@@ -71,15 +76,19 @@ class Case:
             jnp.stack([x[b, start : start + self.T] for b, start in enumerate(STARTS)]) for x in self.whole
         ]
         numbers = map(jnp.asarray, (ROWS, STARTS, ENDS))
-        found = put_near(chunks, planes[0], *numbers, snapshots=taken, **self.near, **options)
+        means = self.draw_means() if shifted else None
+        found = put_near(chunks, planes[0], *numbers, snapshots=taken, means=means, **self.near, **options)
         for group, wanted in ((found.rings, after), (found.snapshots, copied if copies else [])):
             for plane, parts in zip(group, wanted, strict=True):
                 for one, other in zip((plane.levels, plane.reach), parts, strict=True):
                     np.testing.assert_array_equal(one, other)
-        self.check_rows(found.trailing)
+        self.check_rows(found.trailing, means)
 
-    def check_rows(self, trailing):
-        """Assert that rows and sinks have the values of near tokens, and that other rows are zeros."""
+    def check_rows(self, trailing, means):
+        """Assert that rows and sinks have the values of near tokens, and that other rows are zeros.
+
+        Keys gain the means. Rows without a token may then have any values.
+        """
         sinks, window = self.near["sinks"], self.near["window"]
         np.testing.assert_array_equal(trailing.start, [0, 0, 0, 256 if window < 40 else 0])
         for array, (rows, of_sinks) in enumerate(
@@ -96,7 +105,14 @@ class Case:
                     position = first + row
                     near = position < end and (position >= start - window or position < sinks)
                     wanted = values[b, position] if near else np.zeros_like(values[b, 0])
-                    np.testing.assert_array_equal(rows[b, :, row], wanted, err_msg=f"{b} {position}")
+                    if means is None or array == 1:
+                        np.testing.assert_array_equal(rows[b, :, row], wanted, err_msg=f"{b} {position}")
+                    elif near:
+                        of_blocks = np.asarray(means.values)
+                        gain = of_blocks[:, min(position // 64, 3)] - of_blocks[:, means.references[b]]
+                        np.testing.assert_allclose(
+                            np.float32(rows[b, :, row]), np.float32(wanted) + gain, rtol=0.01, atol=0.1
+                        )
                 for sink in range(min(sinks, end)):
                     np.testing.assert_array_equal(np.asarray(of_sinks)[b, :, sink], values[b, sink])
 
@@ -105,6 +121,16 @@ class Case:
 @pytest.mark.matrix
 def test_near_tokens_are_stored_copied_and_listed(copies):
     Case(sinks=3, window=8, widths=(32, 16)).check(copies=copies, interpret=True)
+
+
+def test_keys_regain_the_means_of_their_blocks():
+    Case(sinks=3, window=8, widths=(48, 16)).check(shifted=True, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sinks", "window"), [(4, 128), (0, 64), (1, 7)])
+def test_keys_regain_the_means_of_their_blocks_on_the_device(sinks, window):
+    Case(sinks=sinks, window=window, widths=(128, 96)).check(shifted=True)
 
 
 @pytest.mark.full

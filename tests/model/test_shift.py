@@ -23,11 +23,13 @@ from zdc_jax.ops.rotary import layer_frequencies, rotate
 from zdc_jax.ops.shift import (
     BLOCK,
     CENTER,
+    MOST_POSITIONS,
     ShiftedQueries,
     _all_turns_in_block,
     _turns_between_blocks,
     damping,
     mean_keys,
+    means_of_blocks,
     of_slots,
     without_mean,
 )
@@ -74,18 +76,22 @@ def test_scores_equal_float64_at_every_position(start):
     assert np.ptp(want, axis=-1).max() > 100 * 0.01
 
 
-@pytest.mark.parametrize("start", [0, 131072 - 256])
-def test_means_of_keys_equal_float64(start):
-    rng, blocks = np.random.default_rng(start), (start + 256) // BLOCK
+def test_means_of_blocks_are_those_of_whole_keys_but_for_a_constant():
+    rng, length = np.random.default_rng(0), 5 * BLOCK - 9
     mean, basis = qwen_like_mean(rng), np.linalg.qr(rng.normal(size=(2, 128, 128)))[0]
-    shift = ShiftedQueries(jnp.zeros((1, 1, 4, 128)), jnp.zeros((1, 1), int), jnp.float32(mean), FREQUENCIES)
-    want = mean_keys(np.float64(np.float32(mean)), FREQUENCIES, blocks)
-    want -= want[0]
-    want = want.swapaxes(0, 1)
-    for used, turned in ((None, want), (basis, want @ basis)):
-        found = shift.means_of_keys(start + 256, None if used is None else jnp.float32(used))
-        np.testing.assert_allclose(found, turned, atol=1e-3)
-        assert np.abs(turned).max() > (10 if start else 0.1)
+    positions, given = jnp.arange(length)[None], np.broadcast_to(mean, (1, length, 2, 128))
+
+    def turn(x):
+        angles = np.arange(length)[:, None, None] * FREQUENCIES
+        z = (x[0, ..., :64] + 1j * x[0, ..., 64:]) * np.exp(1j * angles)
+        return np.einsum("skh,khc->ksc", np.concatenate([z.real, z.imag], -1), basis)
+
+    left = turn(np.float64(without_mean(jnp.float32(given), positions, jnp.float32(mean), FREQUENCIES)))
+    added = means_of_blocks(mean, FREQUENCIES, length, basis)[:, np.arange(length) // BLOCK]
+    constant = turn(given) - left - added
+    np.testing.assert_allclose(constant, np.broadcast_to(constant[:, :1], constant.shape), atol=2e-3)
+    assert np.abs(added).max() > 1
+    assert means_of_blocks(mean, FREQUENCIES, MOST_POSITIONS + 1) is None
 
 
 def test_the_best_mean_of_a_block_is_the_damped_mean():

@@ -20,7 +20,7 @@ from zdc_jax.ops.shift import ShiftedQueries, without_mean
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
-_BASIS = ("q_rotation", "k_rotation", "k_mean", "frequencies", "k_latent")
+_BASIS = ("q_rotation", "k_rotation", "k_mean", "k_block_means", "frequencies", "k_latent")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -32,6 +32,7 @@ class Attention(nnx.Module):
     - `q_rotation`, `k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`).
     - `frequencies` [K, R/2]: the weights hold selected rotary pairs, interleaved (`pairs`).
     - `k_mean` [K, H]: the shift of rotary layers, m of `zdc_jax.ops.shift`, which new keys leave out.
+    - `k_block_means` [K, blocks, C]: what stored keys of each block left out (`means_of_blocks`).
     - `k_latent` [K, H, R]: not in attention; `project_latent` computes latents of the keys before the rotary
       embedding.
     - none of these: inside W_Q and W_K (`folded`), or there is no basis.
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
     q_rotation: nnx.Param | None
     k_rotation: nnx.Param | None
     k_mean: nnx.Param | None
+    k_block_means: nnx.Param | None
     frequencies: nnx.Param | None
     k_latent: nnx.Param | None
     q_scale: nnx.Param | None
@@ -100,7 +102,8 @@ class Attention(nnx.Module):
         q, k, v = self._project_raw(x, positions)
         shift = None
         if self.k_mean is not None:
-            shift = ShiftedQueries(q, positions, self.k_mean[...], self._rope_frequencies())
+            means = None if self.k_block_means is None else self.k_block_means[...]
+            shift = ShiftedQueries(q, positions, self.k_mean[...], self._rope_frequencies(), means)
         if self.frequencies is not None:
             per_head = self.frequencies[...]
             per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)

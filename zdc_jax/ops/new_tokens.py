@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
+    BlockMeans,
     MeanTurns,
     NearTokens,
     Plane,
@@ -85,6 +86,7 @@ def put_near_with_kernel(
     end: Int[Array, " B"],
     near: tuple[int, int],
     snapshots: RingSnapshots | None = None,
+    means: BlockMeans | None = None,
 ) -> NearTokens | None:
     """Quantize the tokens x at `positions` below `end` into rings, with one kernel; None if it cannot.
 
@@ -96,9 +98,10 @@ def put_near_with_kernel(
       end: length of each sequence.
       near: sinks and window.
       snapshots: copies of the rings to make.
+      means: what keys gain where queries read them.
     """
     sinks, window = near
-    options: dict[str, Any] = {"sinks": sinks, "window": window, "snapshots": snapshots}
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "snapshots": snapshots, "means": means}
     start = positions[:, 0]
     if device_refusal(x[0]) or put_near_refusal(x, rings, rows, start, end, **options):
         return None

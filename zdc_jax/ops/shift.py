@@ -22,6 +22,8 @@ from zdc_jax.axes import Array
 
 BLOCK = 64
 """Consecutive positions that share a mean key; kernels read keys in blocks of as many."""
+MOST_POSITIONS = 2**17
+"""Most positions for which a layer holds `means_of_blocks`: 8 MB with 8 KV heads of 128 coordinates."""
 CENTER = (BLOCK - 1) / 2
 """Center of a block, in positions from its first."""
 
@@ -49,6 +51,29 @@ def mean_keys(
     return np.concatenate(turned, axis=-1)
 
 
+def means_of_blocks(
+    mean: Float[np.ndarray, "K H"],
+    frequencies: Float[np.ndarray, " h"],
+    positions: int,
+    basis: Float[np.ndarray, "K H C"] | None = None,
+) -> Float[np.ndarray, "K blocks C"] | None:
+    """Return the mean keys of all blocks less that of the first, as keys are stored, in float64.
+
+    A constant of all keys does not change attention.
+
+    Args:
+      mean: mean m of the keys before the rotary embedding.
+      frequencies: rotary frequencies.
+      positions: positions of the model. The result is None above `MOST_POSITIONS`.
+      basis: basis of the keys; None for keys as the rotary embedding leaves them.
+    """
+    if positions > MOST_POSITIONS:
+        return None
+    means = mean_keys(mean, frequencies, -(-positions // BLOCK)).swapaxes(0, 1)
+    means -= means[:, :1]
+    return means if basis is None else means @ basis
+
+
 def without_mean(
     k: Float[Array, "B T K H"],
     positions: Int[Array, "B T"],
@@ -73,12 +98,15 @@ class ShiftedQueries(NamedTuple):
       positions: position of each query, [B, T].
       mean: mean m of the keys before the rotary embedding, [K, H].
       frequencies: rotary frequencies, float64 [H/2].
+      means_of_keys: mean keys of all blocks less that of the first, as keys are stored, [K, blocks, C]
+        (`means_of_blocks`); None if positions are too many.
     """
 
     q: Array
     positions: Array
     mean: Array
     frequencies: np.ndarray
+    means_of_keys: Array | None = None
 
     def each(self, change: Callable[[Array], Array]) -> "ShiftedQueries":
         """Apply `change` to the arrays that have a token axis."""
@@ -122,24 +150,6 @@ class ShiftedQueries(NamedTuple):
         turns = _turns_between_blocks(self.frequencies, -(-slots // BLOCK))
         return MeanTurns(self.mean.astype(jnp.float32), _all_turns_in_block(-self.frequencies), turns)
 
-    def means_of_keys(self, slots: int, basis: Float[Array, "K H C"] | None) -> Float[Array, "K blocks C"]:
-        """Return what keys of each block left out, less what those of the first block did.
-
-        The constant of all keys does not change attention, and differences keep the digits of slow turns.
-
-        Args:
-          slots: number of positions.
-          basis: basis of the keys; None for keys as the rotary embedding leaves them.
-        """
-        turned = _turn(self.mean.astype(jnp.float32), CENTER * self.frequencies)[:, None]
-        first, second = jnp.split(turned, 2, axis=-1)
-        less, opposite = jnp.split(_turns_between_blocks(self.frequencies, -(-slots // BLOCK)), 2, axis=-1)
-        sin = -opposite
-        means = jnp.concatenate([first * less - second * sin, second * less + first * sin], axis=-1)
-        if basis is None:
-            return means
-        return jnp.einsum("KbH,KHC->KbC", means, basis, precision=jax.lax.Precision.HIGHEST)
-
     def _kernel_refusal(self, mean: Array, in_block: Array, turns: Array) -> str | None:
         """Return why the kernel cannot run, or None."""
         # Caches of other dtypes do not run on kernels either.
@@ -167,13 +177,6 @@ def score_products(
     own = positions // BLOCK
     distances = jnp.clip(own[..., None] - jnp.arange(len(turns)), 0, len(turns) - 1)
     return jnp.take_along_axis(scores, distances[:, :, None], axis=-1)
-
-
-def _turn(x: Float[Array, "K H"], angles: Float[np.ndarray, " h"]) -> Float[Array, "K H"]:
-    """Turn pairs of coordinates, as the rotary embedding does."""
-    cos, sin = (jnp.asarray(turns, jnp.float32) for turns in (np.cos(angles), np.sin(angles)))
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _all_turns_in_block(frequencies: Float[np.ndarray, " h"]) -> Float[Array, "64 2*h"]:

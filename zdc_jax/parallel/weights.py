@@ -28,6 +28,7 @@ _AXES = {
     "q_rotation": "K H R",
     "k_rotation": "K H R",
     "k_mean": "K H",
+    "k_block_means": "K blocks R",
     "frequencies": "K R",
     "q_scale": "K R",
     "k_scale": "K R",

@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import CodedPass, Plane, RingSnapshots, Trailing
+from kernels_pallas import BlockMeans, CodedPass, Plane, RingSnapshots, Trailing
 from kernels_pallas.quantized.inputs import BLOCK
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes.code import Code, Coded, decode_tokens, empty_tokens, encode_tokens
@@ -109,17 +109,24 @@ class CodedRing(PrefixRing):
         attended = self.unquantized.attend(decoded, q, read, aux, call)
         return attended._replace(state=self._put(state, coded, new))
 
-    def join_prompt(self, state: PrefixRingState, new: NewTokens) -> tuple[PrefixRingState, Trailing]:
+    def join_prompt(
+        self, state: PrefixRingState, new: NewTokens, means: BlockMeans | None = None
+    ) -> tuple[PrefixRingState, Trailing]:
         whole = jnp.arange(len(new.end), dtype=jnp.int32)
-        if placed := self.put_prompt(state, whole, new):
+        if placed := self.put_prompt(state, whole, new, means):
             return placed[:2]
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         coded, read = self._round(new)
-        _, rows = self.unquantized.join_prompt(decoded, read)
+        _, rows = self.unquantized.join_prompt(decoded, read, means)
         return self._put(state, coded, new), rows
 
     def put_prompt(
-        self, state: PrefixRingState, rows: Array, new: NewTokens, snapshots: Snapshots | None = None
+        self,
+        state: PrefixRingState,
+        rows: Array,
+        new: NewTokens,
+        means: BlockMeans | None = None,
+        snapshots: Snapshots | None = None,
     ) -> tuple[PrefixRingState, Trailing, list[Array]] | None:
         """Compute `join_prompt` for the sequences `rows` of a batch, with one kernel in place.
 
@@ -135,7 +142,7 @@ class CodedRing(PrefixRing):
         held = self.kernel_rings(kept) if kept is not None else None
         of_rings = RingSnapshots(held, snapshots.marks, snapshots.slots) if snapshots and held else None
         tokens, at = (new.k.keys, new.v), (new.positions, new.end)
-        found = put_near_with_kernel(tokens, rings, rows, *at, state.near, of_rings)
+        found = put_near_with_kernel(tokens, rings, rows, *at, state.near, of_rings, means)
         if found is None:
             return None
 

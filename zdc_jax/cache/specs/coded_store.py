@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import (
     NEAR_WINDOW,
+    BlockMeans,
     CodedPass,
     Plane,
     Trailing,
@@ -149,8 +150,9 @@ class CodedStore(CodedFar):
     def attend_jointly(self, state: NearFarState, q: Array, new: NewTokens, call: Call) -> Attended | None:
         if not self._can_join(state, q, call):
             return None
-        near, trailing = self.near.join_prompt(state.near, new)
-        return self._attend_joined(NearFarState(near, state.far), trailing, q, new, call)
+        means = _find_means(new, call)
+        near, trailing = self.near.join_prompt(state.near, new, means)
+        return self._attend_joined(NearFarState(near, state.far), trailing, means, q, new, call)
 
     def attend_in_place(
         self,
@@ -166,11 +168,12 @@ class CodedStore(CodedFar):
             return None
         new, call = move_shift(new, replace(call, end=new.end), self.capacity(state.far))
         q, new = new.rotate(q, call, by_token=True)
-        placed = ring.put_prompt(state.near, rows, new, snapshots)
+        means = _find_means(new, call)
+        placed = ring.put_prompt(state.near, rows, new, means, snapshots)
         if placed is None:
             return None
         near, trailing, copies = placed
-        return self._attend_joined(NearFarState(near, state.far), trailing, q, new, call), copies
+        return self._attend_joined(NearFarState(near, state.far), trailing, means, q, new, call), copies
 
     @property
     def stores_in_place(self) -> bool:
@@ -193,22 +196,22 @@ class CodedStore(CodedFar):
         return self._can_dequantize(*pools_of(state.far), q, call)
 
     def _attend_joined(
-        self, state: NearFarState, trailing: Trailing, q: Array, new: NewTokens, call: Call
+        self,
+        state: NearFarState,
+        trailing: Trailing,
+        means: BlockMeans | None,
+        q: Array,
+        new: NewTokens,
+        call: Call,
     ) -> Attended:
         """Write new tokens to the store and attend to it and to the near tokens `trailing`.
 
-        Keys regain their means, relative to that of the block in the middle of the new tokens, which costs
-        less than block scores. Near that block little is added, so that rounding loses little, and nowhere
-        much more than in keys that were never shifted.
+        With `means`, older keys regain them, as `trailing` has, and block scores are not needed.
         """
         far = self.write_far(state, new)
         pools, table = pools_of(far)
         planes = self._convert_planes(pools)
         of_sinks = [x.astype(self.dtype) for x in (trailing.sink_k, trailing.sink_v) if x is not None]
-        near, means, references = trailing._replace(sink_k=None, sink_v=None), call.means_of_keys, None
-        if means is not None:
-            references = (new.start + new.end) // 2 // BLOCK
-            near = near._replace(k=_add_means(near, means, references))
         far_k, far_v = dequantise(
             planes,
             new.positions[:, -1] + 1 - self.window,
@@ -217,7 +220,6 @@ class CodedStore(CodedFar):
             sinks=self.sinks,
             sink_values=of_sinks,
             means=means,
-            references=references,
         )
         o, lse = prefill_attention(
             q,
@@ -229,7 +231,8 @@ class CodedStore(CodedFar):
             needed_from=call.needed_from,
             window=self.window,
             keys="far",
-            near=near,
+            near=trailing._replace(sink_k=None, sink_v=None),
+            block_scores=call.block_scores if means is None else None,
         )
         return Attended(NearFarState(state.near, far), o, lse, None)
 
@@ -298,13 +301,15 @@ class CodedStore(CodedFar):
         return (self.key_code, far[0]), (self.value_code, far[1])
 
 
-def _add_means(
-    near: Trailing, means: Float[Array, "K blocks C"], references: Int[Array, " B"]
-) -> Float[Array, "B K M C"]:
-    """Return near keys with the means of their blocks, less those of the blocks `references`."""
-    blocks = (near.start[:, None] + jnp.arange(near.k.shape[2])) // BLOCK
-    added = means.at[:, blocks].get(mode="clip") - means.at[:, references[:, None]].get(mode="clip")
-    return (near.k.astype(jnp.float32) + added.swapaxes(0, 1)).astype(near.k.dtype)
+def _find_means(new: NewTokens, call: Call) -> BlockMeans | None:
+    """Return the means that keys regain for queries of a chunk; None if keys are whole, or have block scores.
+
+    Means are relative to that of the block in the middle of the new tokens. Near it little is added to keys,
+    so that rounding loses little, and nowhere much more than in keys that were never shifted.
+    """
+    if call.means_of_keys is None:
+        return None
+    return BlockMeans(call.means_of_keys, (new.start + new.end) // 2 // BLOCK)
 
 
 def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end: Array) -> Coded:

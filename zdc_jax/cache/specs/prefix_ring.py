@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
+    BlockMeans,
     CodedPass,
     Parts,
     Ring,
@@ -36,6 +37,7 @@ from zdc_jax.ops.attention import (
     self_attention,
 )
 from zdc_jax.ops.cache_attention import ArrangedQueries
+from zdc_jax.ops.shift import BLOCK
 from zdc_jax.ops.slots import last_read, ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
@@ -124,13 +126,16 @@ class PrefixRing(LayerCacheSpec):
         o, lse = attend(_AttendArguments(state, written, q, new, (sinks, window), call))
         return Attended(written, o, lse, aux)
 
-    def join_prompt(self, state: PrefixRingState, new: NewTokens) -> tuple[PrefixRingState, Trailing]:
+    def join_prompt(
+        self, state: PrefixRingState, new: NewTokens, means: BlockMeans | None = None
+    ) -> tuple[PrefixRingState, Trailing]:
         """Write a chunk of prompts, and return the near keys and values that its queries read, by position.
 
-        Only with a window.
+        Only with a window. Keys gain `means` there, but those of sinks do not.
         """
         written = self.write(state, new)
-        return written, _list_near_rows(state, written, new.k.keys, new.v, new.start, *state.near)
+        rows = _list_near_rows(state, written, new.k.keys, new.v, new.start, *state.near)
+        return written, rows if means is None else rows._replace(k=_add_means(rows, means))
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         return self._choose_implementation(state, q, v, call) == "pallas"
@@ -385,6 +390,13 @@ def _run_decode(
         block_table=table,
         block_scores=None if block_scores is None else block_scores[:, 0],
     )
+
+
+def _add_means(near: Trailing, means: BlockMeans) -> Float[Array, "B K M C"]:
+    """Return near keys with the means of their blocks."""
+    blocks = (near.start[:, None] + jnp.arange(near.k.shape[2])) // BLOCK
+    own, subtracted = (means.values.at[:, at].get(mode="clip") for at in (blocks, means.references[:, None]))
+    return (near.k.astype(jnp.float32) + (own - subtracted).swapaxes(0, 1)).astype(near.k.dtype)
 
 
 def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:

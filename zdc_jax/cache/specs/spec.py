@@ -59,8 +59,8 @@ class Call:
       block_scores: what scaled scores gain in each block of positions, [B, T, N, blocks] float32, for keys
         without their mean (`zdc_jax.ops.shift`); None for whole keys.
       means: what a kernel needs to compute `block_scores` of single tokens; None for whole keys.
-      means_of_keys: what stored keys left out, [K, blocks, C] float32, for specs that attend to whole keys
-        instead of adding `block_scores` (`ShiftedQueries.means_of_keys`); None for whole keys.
+      means_of_keys: what stored keys left out, as in `ShiftedQueries`, for specs that attend to whole keys
+        instead of adding `block_scores`; None if they cannot.
       copies: number of equal rows that the caller needs of the output of a single sequence. A spec may return
         as many, or one.
       marks: lengths [B] int32 at which a paged cache returns `Attended.tail`; None for none.
@@ -142,9 +142,8 @@ def move_shift(new: NewTokens, call: Call, slots: int, *, up_to_end: bool = True
         return new, call
     on_kernel, ends = call.implementation != "xla", new.end if up_to_end else None
     scores = shift.block_scores(slots, call.scale, on_kernel=on_kernel, ends=ends)
-    means_of_keys = shift.means_of_keys(slots, new.k.turn and new.k.turn.k_basis)
     return replace(new, k=new.k._replace(shift=None)), replace(
-        call, block_scores=scores, means=shift.mean_turns(slots), means_of_keys=means_of_keys
+        call, block_scores=scores, means=shift.mean_turns(slots), means_of_keys=shift.means_of_keys
     )
 
 
