@@ -1,5 +1,6 @@
 """Plain and slow definitions of what the kernels compute."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -48,6 +49,33 @@ def attention_reference(
         "BNTS,BSNH->BTNH", jnp.where(far, weights, 0), kept
     )
     return o, (highest + jnp.log(total))[..., 0]
+
+
+def joined_prefill_reference(
+    q, k, v, *, scale, starts, lengths, needed_from, window, keys, near, block_scores
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute `prefill_attention` to far keys and to near keys in arrays of their own, for whole keys.
+
+    Like the kernel it leaves out queries before those that are needed, but not only whole tiles of them.
+    """
+    assert (keys, near.sink_k, block_scores) == ("far", None, None)
+    (B, T, N, H), K = q.shape, k.shape[1]
+    t = (starts[:, None] + jnp.arange(T))[:, :, None]
+    far_seen = jnp.arange(k.shape[2]) <= t - window
+    # Keys that no query sees may have any values.
+    k, v = (jnp.where(far_seen.any(1)[:, None, :, None], x, 0) for x in (k, v))
+    j = (near.start[:, None] + jnp.arange(near.k.shape[2]))[:, None]
+    seen = jnp.concatenate([far_seen, (j > t - window) & (j <= t)], 2) & (t < lengths[:, None, None])
+    both_k, both_v = (jnp.concatenate(pair, 2).astype(jnp.float32) for pair in ((k, near.k), (v, near.v)))
+    group = q.astype(jnp.float32).reshape(B, T, K, N // K, H)
+    scores = scale * jnp.einsum("btkgh,bksh->bkgts", group, both_k)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
+    o = jnp.einsum("bkgts,bksh->btkgh", weights, both_v).reshape(q.shape)
+    if needed_from is not None:
+        o = jnp.where((t >= needed_from[:, None, None])[..., None], o, 0)
+    return o.astype(q.dtype), lse.reshape(B, N, T)
 
 
 def post_rope_reference(

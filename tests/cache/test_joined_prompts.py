@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_references import joined_prefill_reference
 
 from kernels_pallas import dequantise, encode, put_near, round_tokens
 from zdc_jax.cache.codes.code import Split
@@ -34,37 +35,13 @@ PIECES = [(24, (24, 9)), (24, (48, 30))]
 """Tokens of each chunk, and lengths after it. The second sequence has padding."""
 
 
-def attend(q, k, v, *, scale, starts, lengths, needed_from, window, keys, near, block_scores):
-    """Compute what the kernel does with near keys in arrays of their own.
-
-    Like the kernel it leaves out queries before those that are needed, but not only whole tiles of them.
-    """
-    assert (keys, near.sink_k, block_scores) == ("far", None, None)
-    t = (starts[:, None] + jnp.arange(q.shape[1]))[:, :, None]
-    far_seen = jnp.arange(k.shape[2]) <= t - window
-    # Keys that no query sees may have any values.
-    k, v = (jnp.where(far_seen.any(1)[:, None, :, None], x, 0) for x in (k, v))
-    j = (near.start[:, None] + jnp.arange(near.k.shape[2]))[:, None]
-    seen = jnp.concatenate([far_seen, (j > t - window) & (j <= t)], 2) & (t < lengths[:, None, None])
-    both_k, both_v = (jnp.concatenate(pair, 2).astype(jnp.float32) for pair in ((k, near.k), (v, near.v)))
-    group = q.astype(jnp.float32).reshape(*q.shape[:2], K, G, H)
-    scores = scale * jnp.einsum("btkgh,bksh->bkgts", group, both_k)
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
-    o = jnp.einsum("bkgts,bksh->btkgh", weights, both_v).reshape(q.shape)
-    if needed_from is not None:
-        o = jnp.where((t >= needed_from[:, None, None])[..., None], o, 0)
-    return o.astype(q.dtype), lse.reshape(B, K * G, -1)
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Run the kernels of prompts in the interpreter, and attention in its stand-in."""
     for module in (cache_attention, new_tokens):
         monkeypatch.setattr(module, "device_refusal", lambda _: None)
     monkeypatch.setattr(coded_store, "dequantise", partial(dequantise, interpret=True))
-    monkeypatch.setattr(coded_store, "prefill_attention", attend)
+    monkeypatch.setattr(coded_store, "prefill_attention", joined_prefill_reference)
     for kernel in (encode, put_near, round_tokens):
         monkeypatch.setattr(new_tokens, kernel.__name__, partial(kernel, interpret=True))
 
@@ -86,7 +63,12 @@ def read(spec, implementation, last=False):
 @pytest.mark.matrix
 def test_kernels_read_prompts_as_xla_does(kernels, monkeypatch, sinks):
     spec, joined = replace(SPEC, sinks=sinks), []
-    monkeypatch.setattr(coded_store, "prefill_attention", lambda *a, **b: joined.append(1) or attend(*a, **b))
+
+    def attend(*arrays, **options):
+        joined.append(1)
+        return joined_prefill_reference(*arrays, **options)
+
+    monkeypatch.setattr(coded_store, "prefill_attention", attend)
     found, state = read(spec, None)
     assert len(joined) == len(PIECES)
     wanted, other = read(spec, "xla")

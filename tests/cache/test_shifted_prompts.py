@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_references import joined_prefill_reference
 
 from kernels_pallas import dequantise, put_near, round_tokens
 from zdc_jax.cache.codes.code import Split
@@ -38,30 +39,12 @@ CHUNKS = ((0, 200, (200, 190)), (200, 150, (350, 250)))
 """First position of each chunk, its tokens, and the lengths of both sequences after it."""
 
 
-def plain_prefill(q, k, v, *, scale, starts, lengths, needed_from, window, keys, near, block_scores=None):
-    """Compute `prefill_attention` to far keys and to near keys of their own, from its docstring."""
-    assert keys == "far"
-    assert needed_from is None
-    assert block_scores is None
-    t = starts[:, None, None] + jnp.arange(q.shape[1])[:, None]
-    j, n = jnp.arange(k.shape[2]), near.start[:, None, None] + jnp.arange(near.k.shape[2])
-    seen = jnp.concatenate([j <= t - window, (n <= t) & (n > t - window)], -1)
-    parts = ((far, own) for far, own in ((k, near.k), (v, near.v)))
-    k, v = (jnp.concatenate(pair, 2).astype(jnp.float32) for pair in parts)
-    v = jnp.where(jnp.isfinite(v), v, 0)  # The interpreter leaves NaN where nothing is written.
-    by_head = q.astype(jnp.float32).reshape(*q.shape[:2], K, G, H)
-    scores = jnp.where(seen[:, None, None], scale * jnp.einsum("btkgh,bksh->bkgts", by_head, k), -jnp.inf)
-    o = jnp.einsum("bkgts,bksh->btkgh", jax.nn.softmax(scores, -1), v).reshape(q.shape)
-    lse = jax.nn.logsumexp(scores, -1).reshape(len(q), K * G, -1)
-    return o.astype(q.dtype), lse
-
-
 @pytest.fixture
 def plain(monkeypatch):
     """Run the kernels in the interpreter, and attention of prompts as a plain function."""
     for module in (attention, cache_attention, new_tokens):
         monkeypatch.setattr(module, "device_refusal", lambda q: None)
-    monkeypatch.setattr(coded_store, "prefill_attention", plain_prefill)
+    monkeypatch.setattr(coded_store, "prefill_attention", joined_prefill_reference)
     monkeypatch.setattr(coded_store, "dequantise", partial(dequantise, interpret=True))
     for kernel in (put_near, round_tokens):
         monkeypatch.setattr(new_tokens, kernel.__name__, partial(kernel, interpret=True))
