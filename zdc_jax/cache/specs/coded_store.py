@@ -305,7 +305,7 @@ def _find_means(new: NewTokens, call: Call) -> BlockMeans | None:
     """Return the means that keys regain for queries of a chunk; None if keys are whole, or have block scores.
 
     Means are relative to that of the block in the middle of the new tokens. Near it little is added to keys,
-    so that rounding loses little, and nowhere much more than in keys that were never shifted.
+    so that rounding loses little. Far from it they are at most twice as large as the mean.
     """
     if call.means_of_keys is None:
         return None
