@@ -173,8 +173,7 @@ def test_ranks_are_nested(family, shape, seed, kept, center):
     layer = Layer.draw(family, shape, seed, biases=True, center=center)
     qk, v = (min(rank, layer.config.head_dim) for rank in kept)
     full, cut = layer.fold(), layer.fold(qk, v)
-    of_llama = {"k_rotation", "q_rotation", "k_block_means"}
-    names = of_llama if family is LLAMA else {"q", "k", "q_bias", "k_bias"}
+    names = {"k_rotation", "q_rotation"} if family is LLAMA else {"q", "k", "q_bias", "k_bias"}
     for name, whole in full.items():
         if name in names:
             equal(cut[name], whole[..., :qk])
@@ -213,8 +212,7 @@ def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center)
     first = min(part, H - 1)
     plain, new = layer.fold(), layer.fold(rotations=((first, H - first), (first,)))
     keys, values = block_diag(turn(first), turn(H - first)), block_diag(turn(first), np.eye(H - first))
-    of_llama = ("q_rotation", "k_rotation", "k_block_means")
-    of_keys = of_llama if family is LLAMA else ("q", "k", "q_bias", "k_bias")
+    of_keys = ("q_rotation", "k_rotation") if family is LLAMA else ("q", "k", "q_bias", "k_bias")
     for name, whole in plain.items():
         if name in of_keys:
             equal(new[name], whole @ keys)

@@ -83,6 +83,13 @@ def prepared_layer(
             attention |= scale_weights(basis, index)
     elif mean is not None:
         attention = _leave_out(attention, config, index, mean)
+    if "k_mean" in attention and plan.settings.reads_whole_keys:
+        frequencies, basis_of_keys = (
+            layer_frequencies(config.layers[index], config),
+            attention.get("k_rotation"),
+        )
+        means = means_of_blocks(attention["k_mean"], frequencies, config.max_positions, basis_of_keys)
+        attention = attention if means is None else {**attention, "k_block_means": means}
     return cast({**layer, "attention": attention}, dtype)
 
 
@@ -155,8 +162,8 @@ def fold_attention(
 
     Returns:
       float64 arrays q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D] and their biases. Some placements add
-      `q_rotation`, `k_rotation`, and with a `mean` `k_mean` and `k_block_means`, or `frequencies`. Centered
-      values add `o_bias` to models without one.
+      `q_rotation`, `k_rotation`, and `k_mean` with a `mean`, or `frequencies`. Centered values add `o_bias`
+      to models without one.
 
     Raises:
       ValueError: an attention weight is unknown and would be lost.
@@ -204,7 +211,7 @@ def _fold_qk(
     where = placement(spec, basis)
     if where == "post_rope":
         new = {**old, "q_rotation": q_map, "k_rotation": k_map}
-        return new if mean is None else new | _shift_weights(mean, config, layer, k_map)
+        return new if mean is None else new | {"k_mean": mean}
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
         name: np.einsum("...NH,NHR->...NR", x, group_map if name[0] == "q" else k_map)
@@ -242,18 +249,9 @@ def _leave_out(
 ) -> dict[str, np.ndarray]:
     """Return attention parameters without a basis whose keys leave out their mean."""
     if config.layers[layer].rope is not None:
-        return {**weights, **_shift_weights(mean, config, layer)}
+        return {**weights, "k_mean": mean}
     # Without a rotary embedding all keys lose the same vector, which attention does not see.
     return {**weights, "k_bias": np.asarray(weights["k_bias"], np.float64) - mean}
-
-
-def _shift_weights(
-    mean: np.ndarray, config: ModelConfig, layer: int, k_map: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
-    """Return the weights of keys that leave out their mean."""
-    frequencies = layer_frequencies(config.layers[layer], config)
-    means = means_of_blocks(np.asarray(mean, np.float64), frequencies, config.max_positions, k_map)
-    return {"k_mean": mean} | ({} if means is None else {"k_block_means": means})
 
 
 def _latent_keys(basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:

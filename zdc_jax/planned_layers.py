@@ -28,12 +28,15 @@ class MethodSettings:
       reads_exactly: whether prompts may be read with exact attention (`Transformer.read_prompt`).
       prefers_basis: whether a calibrated basis makes the method more accurate even if it keeps all
         coordinates.
+      reads_whole_keys: whether kernels that read prompts add means to keys that left them out
+        (`Call.means_of_keys`).
       search: what a search of plans chooses in each layer; None if there is no search for the method.
     """
 
     latent_keys: ClassVar[bool] = False
     reads_exactly: ClassVar[bool] = True
     prefers_basis: ClassVar[bool] = False
+    reads_whole_keys: ClassVar[bool] = False
     search: ClassVar[SearchKind | None] = None
 
     def rotations(self, R: int, Z: int) -> Rotations:

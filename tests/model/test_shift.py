@@ -187,13 +187,29 @@ def test_a_model_with_shifted_keys_is_the_same_function(family, name):
     tokens = model.tokens(2, LENGTH)
     network = model.model(plan, basis).network
     if model.config.layers[0].rope is not None:
-        assert network.layers[0].attention.k_mean is not None
+        attention = network.layers[0].attention
+        assert attention.k_mean is not None
+        assert (attention.k_block_means is not None) == (plan.method == "coded")
     want = np.asarray(model.dense(jnp.asarray(tokens)))
     tolerance = (1e-4 if PLANS[name]["method"] == "zdc" else 0.05) * want.std()
     pieces = [BLOCK + 9, 2 * BLOCK - 5, *[1] * 13]
     for found in (network(jnp.asarray(tokens)), read_in_pieces(network, tokens, pieces)):
         assert np.square(found - want).mean() ** 0.5 < tolerance
     assert np.abs(mean).max() > 0
+
+
+def test_loaded_means_of_blocks_are_those_of_stored_keys():
+    # Stored keys with the means of their blocks are the keys of the unmodified model, but for a constant.
+    model = biased("llama")
+    plan, positions = plan_of(model.config, **PLANS["8 bits"]), jnp.arange(LENGTH)[None]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, LENGTH, model.config.embed_dim)), jnp.float32)
+    networks = [model.model(plan.with_shift([on] * 3), model.basis()).network for on in (True, False)]
+    attention, plain = (network.layers[0].attention for network in networks)
+    stored, whole = (each.project(x, positions)[1].keys[0] for each in (attention, plain))
+    added = attention.k_block_means[...][:, np.arange(LENGTH) // BLOCK].swapaxes(0, 1)
+    constant = whole - stored - added
+    np.testing.assert_allclose(constant, np.broadcast_to(constant[:1], constant.shape), atol=0.02)
+    assert np.abs(added).max() > 1
 
 
 def distance(found, want) -> float:

@@ -63,6 +63,7 @@ class Settings(MethodSettings):
     """
 
     prefers_basis = True
+    reads_whole_keys = True
     search = "bits"
 
     bits_k: int = 8
